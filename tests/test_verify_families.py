@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvarve.cli import main
-from kvarve.testing.models import FAMILIES, save_checkpoint, tiny_grid, tiny_model
+from kvarve.testing.models import FAMILIES, STATES_ALONE, save_checkpoint, tiny_grid, tiny_model
 
 DRIVEN = [
     *("transformers", "cold", "device", "salt", "host", "storage", "restart", "mixed", "partial", "branches"),
@@ -23,7 +23,10 @@ LOSES_COUNT = {"minimax"}
 
 
 # Divided among ranks: attention, linear attention, experts, latents that all ranks have, and what does not divide.
-DIVIDED = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma3", "deepseek_v32", "deepseek_v4", "kimi_linear")
+DIVIDED = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "gpt_oss", "gemma3", "deepseek_v32", "deepseek_v4", "kimi_linear"),
+    *("longcat_flash", "llama4", "minimax_m3", "qwen2_5_vl"),
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,7 +71,9 @@ def test_every_family_is_proved_and_all_that_it_keeps_matters(
         assert bool(row["notes"]) is (name == "transformers" and family in LOSES_COUNT), name
     for tier in ("device", "host", "storage"):
         found = rows[tier]["resumed"]
-        assert found[tier] == sum(found.values()) > 0
+        assert found[tier] > 0
+        # Of a hit, pages that a resume does not read come from no tier and count as the device's.
+        assert family in STATES_ALONE or found[tier] == sum(found.values())
     assert report["rounding"]["tokens"] > 30
     assert 0 <= report["rounding"]["share"] < 0.5
 

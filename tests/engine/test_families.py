@@ -23,7 +23,7 @@ from kvarve.errors import ConfigError, ModelError
 from kvarve.model import ModelIdentity, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
-from kvarve.testing.models import FAMILIES, VOCAB, tiny_config, tiny_grid, tiny_model
+from kvarve.testing.models import FAMILIES, STATES_ALONE, VOCAB, tiny_config, tiny_grid, tiny_model
 
 PAGE, CHUNK = 16, 64
 CHUNKS, TAIL = 3, 23
@@ -142,8 +142,7 @@ def test_from_any_boundary_out_of_storage_the_logits_are_those_of_the_cold_run(f
             start = chunks * layout.chunk_tokens
             lease = claimed(cache, prompt[0, : start + 1].tolist())  # as deep as this one's pages reach
             assert lease.boundary == start // layout.page_tokens
-            deepest = max(pool.lookback or lease.boundary for pool in layout.pools)
-            assert lease.from_tiers()[Tier.STORAGE] == min(deepest, lease.boundary)
+            assert lease.from_tiers()[Tier.STORAGE] == layout.read_before(start) // layout.page_tokens
             workspace = resumed(cache, lease, layout, room, "cpu")
             assert workspace.tokens == start
             assert compute(model, workspace, prompt).goes_on_like(cold), f"resumed at token {start}"
@@ -215,6 +214,12 @@ def test_the_layout_says_what_each_family_keeps() -> None:
         assert pools(family) == {"attention": (None, False, tokens)}
     for family in ("qwen3_5", "qwen3_next", "kimi_linear", "jamba", "bamba", "falcon_h1", "zamba2", "olmo_hybrid"):
         assert pools(family) == {"attention": (None, False, tokens), "state": (1, True, state)}
+    for family in STATES_ALONE:
+        assert pools(family) == {"state": (1, True, state)}
+    for family in ("mistral3", "internvl", "qwen2_5_vl", "qwen3_vl", "glm4v", "kimi_k25", "longcat_flash"):
+        assert pools(family) == {"attention": (None, False, tokens)}
+    assert pools("minimax_m3") == {"attention": (None, False, tokens | {"idx_keys"})}
+    assert pools("llama4") == {"attention": (None, False, tokens), "window-20": (2, False, tokens)}
     assert pools("lfm2")["state"] == (1, True, {"conv.0"})
     assert pools("minimax")["state"] == (1, True, {"recurrent.0"})
     assert pools("gpt_oss") == {"attention": (None, False, tokens), "window-24": (2, False, tokens)}

@@ -1,6 +1,7 @@
 """The table of families agrees with the code, for the families it lists and for any other config."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from kvarve.engine import families
 from kvarve.engine.families import FAMILIES, Facts, Family, describe, survey
-from kvarve.engine.layers import page_multiple, plan_layers
+from kvarve.engine.layers import LAYERS, page_multiple, plan_layers
 from kvarve.engine.model import forward, load_model
 from kvarve.engine.state import StateLayout, Workspace
 from kvarve.testing.models import FAMILIES as PROVEN
@@ -79,15 +80,16 @@ def test_the_page_says_what_the_command_prints(names: tuple[str, ...]) -> None:
         assert documented()[facts.name] == families.columns(facts)
 
 
-def test_what_cannot_be_kept_is_refused_with_the_reason() -> None:
+def test_what_cannot_be_kept_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(LAYERS, "DynamicIndexedLayer")
     unknown = Family("Tomorrow", "TomorrowConfig")
     wrong = Family("Broken", "LlamaConfig", {"num_attention_heads": 7})
-    sparse = next(family for family in FAMILIES if family.name == "MiniMax-M3")
+    sparse = next(family for family in FAMILIES if family.name == "DeepSeek-V3.2")
     facts = {fact.name: fact for fact in survey([unknown, wrong, sparse])}
     assert not any(fact.supported for fact in facts.values())
     assert "has no TomorrowConfig" in facts["Tomorrow"].why
     assert "refuses this config" in facts["Broken"].why
-    assert "layer 1 keeps its state in a MiniMaxM3VLSparseCacheLayer" in facts["MiniMax-M3"].why
+    assert "layer 0 keeps its state in a DynamicIndexedLayer" in facts["DeepSeek-V3.2"].why
 
 
 def test_pages_are_as_large_as_a_model_needs_unless_told_otherwise() -> None:
@@ -97,6 +99,23 @@ def test_pages_are_as_large_as_a_model_needs_unless_told_otherwise() -> None:
     assert (facts.page_tokens, facts.chunk_tokens, facts.page_multiple, facts.shortest_hit) == (128, 256, 128, 257)
     (facts,) = survey([small], page_tokens=64)
     assert not facts.supported and "give page tokens 128" in facts.why
+
+
+def test_a_layout_that_depends_on_what_the_code_reads_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LongCat's experts are found by numbers that have no value on the meta device; any will do."""
+    assert tiny("longcat_flash").supported
+    config, theirs = tiny_config("longcat_flash"), StateLayout.of
+    seen: list[int] = []
+
+    def of(model: Any, *sizes: int) -> StateLayout:
+        seen.append(int(torch.zeros(1, dtype=torch.long, device="meta").item()))
+        found = theirs(model, *sizes)
+        return replace(found, pools=found.pools[: 1 - seen[-1]])
+
+    monkeypatch.setattr(StateLayout, "of", of)
+    with pytest.raises(families._Opaque, match="depends on values"):
+        describe("odd", config, torch.bfloat16, 16, 32)
+    assert seen == [0, 1]
 
 
 def test_a_model_with_eyes_is_described_by_the_part_that_reads() -> None:

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from kvarve.engine.families import describe_model
 from kvarve.engine.model import LoadedModel, load_model
+from kvarve.errors import ModelError
 from kvarve.testing.models import VOCAB, byte_tokenizer, save_checkpoint, tiny_config, tiny_model
 
 WRAPPERS = ("llama4", "mistral3", "internvl", "qwen2_5_vl", "qwen3_vl", "glm4v", "kimi_k25")
@@ -51,23 +53,31 @@ def test_a_model_that_takes_images_computes_text_without_what_computes_them(fami
 
 @pytest.mark.parametrize("family", PREFIXES)
 def test_weights_have_the_names_that_publishers_give_them(family: str, tmp_path: Path) -> None:
-    from safetensors import safe_open
-
     save_checkpoint(tiny_model(family), tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        assert f"{PREFIXES[family]}embed_tokens.weight" in file.keys()
+        assert f"{PREFIXES[family]}embed_tokens.weight" in {*file.keys()}
 
 
-def test_kimi_k2_is_computed_as_deepseek_v3_and_its_code_is_not_run(tmp_path: Path) -> None:
-    model = tiny_model("deepseek_v3")
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k25"])
+def test_kimi_k2_is_computed_as_deepseek_v3_and_its_code_is_not_run(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
     save_checkpoint(model, tmp_path)
-    for name, about in (("config.json", {"model_type": "kimi_k2"}), ("tokenizer_config.json", {})):
-        content = json.loads((tmp_path / name).read_text()) | about
-        code = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model", "AutoTokenizer": ["mine.Tok", None]}
+    code = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model", "AutoTokenizer": ["mine.Tok", None]}
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((tmp_path / name).read_text())
+        if name == "config.json":
+            content.get("text_config", content).update({"model_type": "kimi_k2", "auto_map": code})
         (tmp_path / name).write_text(json.dumps(content | {"auto_map": code}))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     found = loaded(tmp_path)
     assert not (tmp_path / "ran").exists()
     assert torch.equal(logits(found.model, some_ids()), logits(model, some_ids()))
     assert found.tokenizer.encode("hei") == byte_tokenizer().encode("hei")
-    assert describe_model(str(tmp_path), "auto", 16, 64).model_type == "deepseek_v3"
+    assert describe_model(str(tmp_path), "auto", 16, 64).model_type == model.config.model_type
+
+
+def test_a_model_that_attends_to_tokens_ahead_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("gemma3", use_bidirectional_attention=True), tmp_path)
+    for read in (loaded, lambda folder: describe_model(str(folder), "auto", 16, 64)):
+        with pytest.raises(ModelError, match="attends to tokens ahead"):
+            read(tmp_path)

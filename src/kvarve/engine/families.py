@@ -20,6 +20,7 @@ from kvarve.commands import Models
 from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import DTYPES, build_model, check_model, is_bare, load_model, read_config
 from kvarve.engine.state import StateLayout
+from kvarve.engine.wrappers import require_causal
 from kvarve.errors import ConfigError, KvarveError, ModelError
 from kvarve.reports import check_file, is_stdout, plain_table, write_json
 from kvarve.sizes import format_size
@@ -97,6 +98,11 @@ FAMILIES = (
     Family("OLMo-hybrid", "OlmoHybridConfig"),
     Family("MiniMax-01", "MiniMaxConfig"),
     Family(
+        "MiniMax-M3",
+        "MiniMaxM3VLTextConfig",
+        {"num_hidden_layers": 4, "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3},
+    ),
+    Family(
         "Qwen4 (experimental)",
         "Qwen4ExpTextConfig",
         {
@@ -108,6 +114,10 @@ FAMILIES = (
             "output_gate_type": "sigmoid",
         },
     ),
+    # States alone.
+    Family("Mamba", "MambaConfig"),
+    Family("Mamba-2", "Mamba2Config"),
+    Family("Falcon-Mamba", "FalconMambaConfig"),
     # Language models inside of models that take images, too.
     Family("Llama 4", "Llama4Config"),
     Family("Mistral 3", "Mistral3Config", {"text_config": {"model_type": "mistral", "sliding_window": None}}),
@@ -120,12 +130,6 @@ FAMILIES = (
         {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **HALF_ROTATED}}},
     ),
     Family("Kimi-K2.5", "Kimi_K25Config", {"text_config": {"model_type": "kimi_k2", **KIMI_K2}}),
-    Family(
-        "MiniMax-M3",
-        "MiniMaxM3VLTextConfig",
-        {"num_hidden_layers": 4, "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3},
-    ),
-    Family("Falcon-Mamba", "FalconMambaConfig"),
     Family("RWKV", "RwkvConfig"),
 )
 
@@ -186,6 +190,7 @@ def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk
     try:
         with torch.device("meta"):
             model = build_model(config, dtype)
+        require_causal(model)
         layout = _layout(model, page_tokens, chunk_tokens)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError) as e:
         raise ModelError(f"{name}: no model can be built of this config: {' '.join(str(e).split())}") from e

@@ -192,6 +192,21 @@ class _Indexed(_OnTape):
             tape.append(positions[:, 0, tape.end :].T)
 
 
+class _IndexedByHeads(_OnTape):
+    """MiniMax-M3: attention to blocks of tokens, with the keys by which an indexer chooses the blocks."""
+
+    @staticmethod
+    def per_token(layer: Any) -> dict[str, Kept]:
+        kept = _OnTape.per_token(layer)
+        if layer.idx_keys is not None:
+            kept["idx_keys"] = Kept(layer.idx_keys[0].transpose(0, 1))
+        return kept
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """Take [1, 1, n, width]; returns the index keys of all tokens."""
+        return self._push("idx_keys", idx_k[0].transpose(0, 1)).transpose(0, 1)[None]
+
+
 class _Compressing(_OnTape):
     """DeepSeek-V4: a window, and the tokens before it compressed, 4 or 128 into one entry.
 
@@ -330,6 +345,7 @@ LAYERS: dict[str, type[Layer]] = {
     "DynamicLayer": _OnTape,
     "DynamicSlidingWindowLayer": _OnTape,
     "DynamicIndexedLayer": _Indexed,
+    "MiniMaxM3VLSparseCacheLayer": _IndexedByHeads,
     "DeepseekV4HCACache": _Compressing,
     "DeepseekV4CSACache": _Compressing,
     "LinearAttentionLayer": _Recurrent,

@@ -27,7 +27,7 @@ from kvarve.engine.ranks import Ranks
 from kvarve.engine.shards import divide, head_groups, with_groups, with_replicated
 from kvarve.engine.state import StateLayout, Workspace, check_pages
 from kvarve.engine.stepwise import make_resumable
-from kvarve.engine.wrappers import model_class, own_config
+from kvarve.engine.wrappers import model_class, own_config, require_causal
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import HeadGroups, ModelIdentity, check_grid
 
@@ -198,6 +198,7 @@ def load_model(
         attention = "eager"
     model = found.model(attention)
     try:
+        require_causal(model)
         make_resumable(model)
         whole, weights = None, ""
         groups: list[HeadGroups | None] = []
@@ -305,7 +306,8 @@ class _Checkpoint:
         method = method_of(_read_json(folder / CONFIG))
         _check_weights(folder, method)
         if not (folder / TOKENIZER).is_file():
-            raise ModelError(f"{folder}: no {TOKENIZER}, which is the only form of tokenizer that is read{_other(folder)}")
+            way = _way_from_tiktoken(folder)
+            raise ModelError(f"{folder}: no {TOKENIZER}, which is the only form of tokenizer that is read{way}")
         _read_json(folder / TOKENIZER)
         if (folder / "adapter_config.json").exists():
             raise ModelError(
@@ -365,7 +367,7 @@ def _folder(name: str) -> Path:
     return folder
 
 
-def _other(folder: Path) -> str:
+def _way_from_tiktoken(folder: Path) -> str:
     """What to do about a tokenizer in the form that Kimi's checkpoints have."""
     if not (folder / TIKTOKEN).is_file():
         return ""

@@ -59,6 +59,8 @@ def _attention(module: Any) -> dict[str, tuple[int, int]]:
     heads = module.o_proj.in_features // width
     if not module.num_key_value_groups:  # Kimi Linear's config says more key heads than heads
         return {}
+    if hasattr(getattr(module, "indexer", None), "build_block_mask"):  # MiniMax-M3's chooses for each key head
+        return {}
     return {"q": (heads, 1), "kv": (heads // module.num_key_value_groups, 1)}
 
 
@@ -71,7 +73,13 @@ def _columns(module: Any) -> dict[str, tuple[int, int]]:
 
 
 def _expert_columns(module: Any) -> dict[str, tuple[int, int]]:
-    return {"column": (module.down_proj.shape[1 if getattr(module, "is_transposed", False) else 2], 1)}
+    before, after, transposed = module.gate_up_proj, module.down_proj, getattr(module, "is_transposed", False)
+    columns = after.shape[1 if transposed else 2]
+    if before.shape[2 if transposed else 1] != 2 * columns:  # Llama 4 has the input first and does not say so
+        return {}
+    if len(before) != len(after):  # LongCat's other experts return their input, which would be added up
+        return {}
+    return {"column": (columns, 1)}
 
 
 _Q, _KV, _K, _V = Cut(("q",)), Cut(("kv",)), Cut(("k",)), Cut(("v",))

@@ -110,6 +110,11 @@ class StateLayout:
         """Tokens of the shortest prompt that can hit: up to the first line of the grid, and a token left to compute."""
         return self.grid_tokens + 1
 
+    def read_before(self, tokens: int) -> int:
+        """Of the last tokens before a boundary after `tokens`, how many are in pages that a resume there reads."""
+        reach = (tokens if pool.lookback is None else pool.lookback * self.page_tokens for pool in self.pools)
+        return min(tokens, max(reach))
+
     def chunk_end(self, computed: int, until: int, snapshots: int) -> int:
         """Where the chunk ends that begins after `computed` tokens of a prompt of `until`.
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from kvarve.errors import ModelError
+
 
 def model_class(config: Any) -> Any | None:
     """The class that computes text from text for this config, or None; importing it registers its cache layers."""
@@ -42,10 +44,10 @@ def without_towers(wrapper: Any) -> Any:
 
     def __init__(self: Any, config: Any) -> None:
         wrapper.__init__(self, config)
-        base, text = self.base_model, self.get_decoder()
-        for name, part in [*base.named_children()]:
-            if part is not text:
-                setattr(base, name, None)
+        kept = {self.get_decoder(), self.get_output_embeddings()}
+        for name, part in [*self.base_model.named_children()]:
+            if kept.isdisjoint(part.modules()):
+                setattr(self.base_model, name, None)
 
     return _like(wrapper, __init__=__init__)
 
@@ -61,6 +63,13 @@ def with_usual_cache(theirs: Any) -> Any:
         return output
 
     return _like(theirs, forward=forward)
+
+
+def require_causal(model: Any) -> None:
+    """ModelError if a layer attends to tokens ahead: pages of a prompt would serve no longer prompt."""
+    for name, module in model.named_modules():
+        if getattr(module, "is_causal", True) is False:
+            raise ModelError(f"{type(model).__name__}: {name} attends to tokens ahead, so no prefix can be cached")
 
 
 def _like(theirs: Any, **changed: Any) -> Any:

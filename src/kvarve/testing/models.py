@@ -231,6 +231,25 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_lowrank": 8,
         },
     ),
+    # Attention to two blocks of tokens, and an indexer that chooses them.
+    "minimax_m3": (
+        "MiniMaxM3VLTextConfig",
+        COMMON
+        | LOCAL_EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "intermediate_size": 16,
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 16,
+            "rotary_dim": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 8,
+            "index_topk_blocks": 2,
+        },
+    ),
     # Two attentions in a layer, and experts that compute nothing.
     "longcat_flash": (
         "LongcatFlashConfig",
@@ -241,7 +260,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # States alone.
     "mamba": ("MambaConfig", MAMBA | {"state_size": 8, "time_step_rank": 4}),
-    "mamba2": ("Mamba2Config", MAMBA | {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 32}),
+    "mamba2": (
+        "Mamba2Config",
+        MAMBA | {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 32},
+    ),
     "falcon_mamba": ("FalconMambaConfig", MAMBA | {"state_size": 8, "time_step_rank": 4}),
     # Language models inside of models that take images, too.
     "llama4": (
@@ -250,7 +272,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             COMMON
             | {"num_hidden_layers": 4, "attention_chunk_size": 20, "intermediate_size_mlp": 48}
             | _but(LOCAL_EXPERTS, num_experts_per_tok=1),
-            vision_config=EYES | {"image_size": 28, "patch_size": 14, "vision_output_dim": 16}
+            vision_config=EYES
+            | {"image_size": 28, "patch_size": 14, "vision_output_dim": 16}
             | {"projector_input_dim": 16, "projector_output_dim": 16},
         ),
     ),
@@ -276,12 +299,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v": ("Glm4vConfig", _wrapping(THREE_POSITIONS, vision_config=QWEN_EYES)),
     "kimi_k25": (
         "Kimi_K25Config",
-        _wrapping(
-            _deepseek(num_hidden_layers=2, model_type="kimi_k2"), vision_config=EYES, projection_hidden_size=16
-        ),
+        _wrapping(_deepseek(num_hidden_layers=2, model_type="kimi_k2"), vision_config=EYES, projection_hidden_size=16),
     ),
 }
 FAMILIES = tuple(SETTINGS)
+STATES_ALONE = ("mamba", "mamba2", "falcon_mamba")  # no page of a token: any prompt fits, and a resume reads one page
 
 
 def tiny_config(family: str, **changed: Any) -> Any:

@@ -192,14 +192,21 @@ class Prover:
     def check(
         self, request: ProofRequest, resumed: int | None = None, tier: Tier | None = None, about: str = ""
     ) -> ProofRequest:
-        """Compare a request's logits with the uncached run; it has to resume after `resumed` tokens, from `tier`."""
+        """Compare a request's logits with the uncached run; it has to resume after `resumed` tokens, from `tier`.
+
+        A hit's pages that a resume does not read, as in a model of states alone, come from nowhere and count as the
+        device's.
+        """
         tiers, prompt = request.from_tiers(), request.prompt
+        due = resumed
+        if resumed is not None and tier is not Tier.DEVICE:
+            due = self.model.layout.read_before(resumed)
         if request.waited_s >= 0.9 * STORAGE_S:
             self.row.troubles.append(
                 f"{named(prompt, about)} waited for storage until the deadline, {request.waited_s:.1f} s"
             )
         right = self.compare(prompt, request.transcript, self.uncached(prompt), tiers, resumed, about)
-        if right and tier is not None and tiers[tier] != resumed:
+        if right and tier is not None and tiers[tier] != due:
             sources = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
             self.row.troubles.append(
                 f"{named(prompt, about)} was to resume from the {tier.name.lower()}, and had {sources or 'nothing'}"
