@@ -82,15 +82,15 @@ def with_tensor(name: str, dtype: torch.dtype) -> Break:
 # --- quantized weights
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
-    ("awq", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
-    ("gptq", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+    ("aqlm", {"quantization_config": {"quant_method": "aqlm", "nbits_per_codebook": 16}}),
+    ("hqq", {"quantization_config": {"quant_method": "hqq"}}),
     ("bitsandbytes", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
     ("unheard-of", {"quantization_config": {"quant_method": "unheard-of"}}),
-    ("modelopt", {"quantization_config": {"quant_algo": "modelopt"}}),
+    ("NVFP4_AWQ", {"quantization_config": {"quant_algo": "NVFP4_AWQ"}}),
     ("unknown", {"quantization_config": {"bits": 3}}),
     ("unknown", {"quantization_config": {}}),
-    ("gptq", {"text_config": {"model_type": "qwen3", "quantization_config": {"quant_method": "gptq"}}}),
-    ("awq", {"a": {"b": {"compression_config": {"quant_method": "awq"}}}}),
+    ("quark", {"text_config": {"model_type": "qwen3", "quantization_config": {"quant_method": "quark"}}}),
+    ("vptq", {"a": {"b": {"compression_config": {"quant_method": "vptq"}}}}),
 ]
 
 
@@ -139,10 +139,10 @@ def test_whole_numbers_that_are_no_weights_are_served(folder: Path) -> None:
 
 def test_a_refusal_gives_all_its_reasons(folder: Path) -> None:
     about = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
-    config(folder, **about, quantization_config={"quant_method": "awq"})
+    config(folder, **about, quantization_config={"quant_method": "hqq"})
     said = both(folder)
     assert "config.json: mine: transformers" in said and "does not know this architecture" in said
-    assert "code that comes with a checkpoint is never run" in said and "quantized (awq)" in said
+    assert "code that comes with a checkpoint is never run" in said and "quantized (hqq)" in said
 
 
 def test_a_model_that_only_reads_images_is_refused(folder: Path) -> None:

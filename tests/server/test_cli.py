@@ -255,15 +255,22 @@ def test_a_broken_checkpoint_is_named(serve: Run, checkpoint: Path, tmp_path: Pa
     assert "model.safetensors: truncated" in one_line(serve("--model", folder))
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
+@pytest.mark.parametrize(
+    ("quantization", "complaint"),
+    [
+        ({"quant_method": "bitsandbytes"}, "its weights are quantized (bitsandbytes), which this version cannot load"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "quantized (gptq): bits 3 is not read, only 4 and 8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "quantized (awq): it holds no packed weight"),
+    ],
+)
 def test_a_quantized_checkpoint_is_refused_by_all_commands_in_the_same_line(
-    run: Run, checkpoint: Path, tmp_path: Path, method: str
+    run: Run, checkpoint: Path, tmp_path: Path, quantization: dict[str, object], complaint: str
 ) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "quantized"))
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": method}}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     lines = {one_line(run(command, "--model", folder)) for command in ("models", "serve", "verify")}
-    assert len(lines) == 1 and f"its weights are quantized ({method}), which this version cannot load" in lines.pop()
+    assert len(lines) == 1 and complaint in lines.pop()
 
 
 def test_help_is_short_and_shows_an_example_and_the_defaults(run: Run) -> None:

@@ -18,11 +18,11 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from kvarve.engine.identity import Marks, identity_of, weights_digest
 from kvarve.engine.layers import plan_layers
-from kvarve.engine.quantized import dequantizing, method_of, unreadable
+from kvarve.engine.quantized import Packing, dequantizing, method_of, unreadable, without_quantization
 from kvarve.engine.ranks import Ranks
 from kvarve.engine.shards import divide, head_groups, with_groups, with_replicated
 from kvarve.engine.state import StateLayout, Workspace, check_pages
@@ -36,6 +36,7 @@ BUILTIN = Path(__file__).parent / "builtin"
 UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
 CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"
 TIKTOKEN = "tiktoken.model"
+GENERATION = "generation_config.json"
 # Types under which only code of a checkpoint knows a model, and the type under which transformers has the same.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 # Signs of quantized weights in a file: dtypes and names.
@@ -294,6 +295,8 @@ class _Checkpoint:
     config: Any
     dtype: str
     quantization: str  # the method, or empty
+    files: tuple[Path, ...]  # of weights
+    packing: Packing | None  # of weights that are not left to transformers
 
     @classmethod
     def find(cls, name: str, page_tokens: int, chunk_tokens: int, dtype: str) -> "_Checkpoint":
@@ -303,8 +306,14 @@ class _Checkpoint:
         config = read_config(name)
         check_pages(plan_layers(config, _model_class(config).__name__), page_tokens, str(folder))
         check_grid(page_tokens, chunk_tokens)
-        method = method_of(_read_json(folder / CONFIG))
-        _check_weights(folder, method)
+        content = _read_json(folder / CONFIG)
+        method, packing = method_of(content), Packing.of(content)
+        files = _check_weights(folder, method)
+        if packing is not None:
+            try:
+                packing.check(files)
+            except ModelError as e:
+                raise ModelError(f"{folder}: its weights are quantized ({method}): {_line(e)}") from None
         if not (folder / TOKENIZER).is_file():
             way = _way_from_tiktoken(folder)
             raise ModelError(f"{folder}: no {TOKENIZER}, which is the only form of tokenizer that is read{way}")
@@ -313,7 +322,7 @@ class _Checkpoint:
             raise ModelError(
                 f"{folder}: it holds an adapter, which this version does not load: merge it into the model"
             )
-        checkpoint = cls(name, folder, config, dtype, method)
+        checkpoint = cls(name, folder, config, dtype, method, files, packing)
         checkpoint.tokenizer()
         return checkpoint
 
@@ -324,17 +333,23 @@ class _Checkpoint:
             raise ModelError(f"{self.folder}: the tokenizer cannot be read: {_line(e)}") from e
 
     def model(self, attention: str) -> Any:
+        settings: dict[str, Any] = {
+            "attn_implementation": attention,
+            "use_safetensors": True,
+            "local_files_only": True,
+            "trust_remote_code": False,
+            "output_loading_info": True,
+        }
+        if self.packing is not None:
+            settings["generation_config"] = self._generation_config()
         try:
-            with dequantizing(self.config):
-                model, info = _model_class(self.config).from_pretrained(
-                    self.folder,
-                    config=own_config(self.config),
-                    dtype=self.dtype,
-                    attn_implementation=attention,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    output_loading_info=True,
-                )
+            if self.packing is not None:
+                model, info = self._unpacked(self.packing, settings)
+            else:
+                with dequantizing(self.config):
+                    model, info = _model_class(self.config).from_pretrained(
+                        self.folder, config=own_config(self.config), dtype=self.dtype, **settings
+                    )
         except Exception as e:  # models check their configs, and libraries their files, with exceptions of their own
             raise ModelError(f"{self.folder}: the weights cannot be loaded: {_line(e)}") from e
         # transformers would leave these weights random.
@@ -345,6 +360,24 @@ class _Checkpoint:
                 if weight.dtype != torch.float32:
                     weight.data = weight.data.to(model.config.dtype)
         return model.eval()
+
+    def _unpacked(self, packing: Packing, settings: dict[str, Any]) -> Any:
+        """The model; its packed weights are dequantized one by one, and transformers takes them for plain ones."""
+        config = own_config(without_quantization(self.config))
+        dtype = config.dtype or torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype)
+        with packing.opened(self.files) as weights:
+            return _model_class(self.config).from_pretrained(
+                None, config=config, dtype=dtype, state_dict=weights, **settings
+            )
+
+    def _generation_config(self) -> Any:
+        """That of the folder; None if it has none, which stands for that of the config."""
+        if not (path := self.folder / GENERATION).exists():
+            return None
+        try:
+            return GenerationConfig.from_pretrained(self.folder, local_files_only=True)
+        except Exception as e:  # its fields are checked with exceptions of several kinds
+            raise ModelError(f"{path}: {_line(e)}") from e
 
 
 def _model_class(config: Any) -> Any:
@@ -399,7 +432,7 @@ def _read_config(folder: Path) -> Any:
         why.append(f"transformers {transformers.__version__} does not know this architecture")
         if "auto_map" in content:
             why.append("code that comes with a checkpoint is never run")
-    if (method := method_of(content)) and (trouble := unreadable(method)):
+    if trouble := unreadable(content):
         why.append(trouble)
     if why:
         raise ModelError(f"{path}: {model_type}: {'; '.join(why)}")
@@ -418,12 +451,13 @@ def _weight_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if path.suffix in kinds or path.name == INDEX]
 
 
-def _check_weights(folder: Path, quantization: str) -> None:
-    """ModelError unless the files that transformers will read exist, are whole, and are quantized only if so said."""
+def _check_weights(folder: Path, quantization: str) -> tuple[Path, ...]:
+    """The files that transformers will read; ModelError unless they exist, are whole, and quantized only if so said."""
     single, files = folder / "model.safetensors", {path.name: path for path in _weight_files(folder)}
     if single.name in files:
         _check_safetensors(single, quantization)
-    elif INDEX in files:
+        return (single,)
+    if INDEX in files:
         index = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
             raise ModelError(f"{folder / INDEX}: it has no weight_map that says which weight is in which file")
@@ -433,11 +467,11 @@ def _check_weights(folder: Path, quantization: str) -> None:
             there = _check_safetensors(folder / shard, quantization)
             if lost := sorted(name for name, where in index.items() if where == shard and name not in there):
                 raise ModelError(f"{folder / shard}: {len(lost)} weights are not in it, such as {lost[0]}")
-    elif tensors := [name for name in files if name.endswith(".safetensors")]:
+        return tuple(folder / shard for shard in sorted(set(index.values())))
+    if tensors := [name for name in files if name.endswith(".safetensors")]:
         raise ModelError(f"{folder}: no model.safetensors and no {INDEX}, only {tensors[0]}")
-    else:
-        only = f", only {next(iter(files))}: convert it to safetensors first" if files else ""
-        raise ModelError(f"{folder}: no *.safetensors{only}")
+    only = f", only {next(iter(files))}: convert it to safetensors first" if files else ""
+    raise ModelError(f"{folder}: no *.safetensors{only}")
 
 
 def _check_safetensors(path: Path, quantization: str) -> set[str]:

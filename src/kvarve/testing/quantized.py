@@ -3,7 +3,7 @@
     python -m kvarve.testing.quantized fp8 FOLDER
 
 FP8 has blocks of 128 by 128 as in DeepSeek-V3, the last of them short; MXFP4 has the experts of gpt-oss in groups of
-32; the others are formats of compressed-tensors.
+32; int8, int4 and nvfp4 are formats of compressed-tensors. `kvarve.testing.packed` packs the numbers of the others.
 """
 
 import json
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvarve.testing import packed
 from kvarve.testing.models import save_checkpoint, tiny_model
 
 BLOCK = 128  # rows, and columns, that share a scale in FP8
@@ -93,12 +94,46 @@ def _int4(weights: Weights) -> Weights:
         groups = weight.float().view(len(weight), -1, GROUP)
         scale = groups.abs().amax(2).clamp(min=1e-12) / 7
         codes = (groups / scale[..., None]).round().flatten(1).to(torch.int32) + 8
-        packed = sum(codes[:, at::8] << 4 * at for at in range(8))
-        assert isinstance(packed, Tensor)
-        found[f"{name}_packed"] = packed.to(torch.int32)
+        words = sum(codes[:, at::8] << 4 * at for at in range(8))
+        assert isinstance(words, Tensor)
+        found[f"{name}_packed"] = words.to(torch.int32)
         found[f"{name}_scale"] = scale.to(weight.dtype)
         found[f"{name}_shape"] = torch.tensor(weight.shape)
     return found
+
+
+def _each(parts_of: Callable[[Tensor], Weights]) -> Callable[[Weights], Weights]:
+    """Replace each projection by its parts."""
+
+    def quantize(weights: Weights) -> Weights:
+        found: Weights = {}
+        for name, weight in weights.items():
+            if _linear(name, weight):
+                found |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts_of(weight).items()}
+            else:
+                found[name] = weight
+        return found
+
+    return quantize
+
+
+def _nvfp4(weight: Tensor) -> Weights:
+    numbers, scales, factor = packed.nvfp4(weight)
+    return {"weight_packed": numbers, "weight_scale": scales, "weight_global_scale": torch.tensor([1 / factor])}
+
+
+def _modelopt(weight: Tensor) -> Weights:
+    numbers, scales, factor = packed.nvfp4(weight)
+    scalars = {"weight_scale_2": torch.tensor(factor), "input_scale": torch.tensor(0.01)}
+    return {"weight": numbers, "weight_scale": scales, **scalars}
+
+
+def _gptq_config(bits: int, group: int, act_order: bool, kind: str) -> dict[str, Any]:
+    named = {"quant_method": "gptq", "checkpoint_format": kind, "bits": bits, "group_size": group}
+    return {**named, "desc_act": act_order, "sym": not act_order, "lm_head": False, "damp_percent": 0.1}
+
+
+FP4_WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True}
 
 
 def _scheme(bits: int, strategy: str, group: int | None, format_: str) -> dict[str, Any]:
@@ -144,6 +179,55 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[[Weights], Weights], dict
     ),
     "int8": ("qwen3", HALVES, _int8, _scheme(8, "channel", None, "int-quantized")),
     "int4": ("qwen3", HALVES, _int4, _scheme(4, "group", GROUP, "pack-quantized")),
+    "gptq": (
+        "qwen3",
+        HALVES,
+        _each(lambda weight: packed.gptq(weight, 4, GROUP, act_order=True, v2=False)),
+        _gptq_config(4, GROUP, True, "gptq"),
+    ),
+    "gptq_v2": (
+        "qwen3",
+        HALVES,
+        _each(lambda weight: packed.gptq(weight, 8, -1, act_order=False, v2=True)),
+        _gptq_config(8, -1, False, "gptq_v2"),
+    ),
+    "awq": (
+        "qwen3",
+        HALVES,
+        _each(lambda weight: packed.awq(weight, GROUP)),
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": GROUP,
+            "version": "gemm",
+            "zero_point": True,
+            "modules_to_not_convert": ["lm_head"],
+        },
+    ),
+    "nvfp4": (
+        "qwen3",
+        HALVES,
+        _each(_nvfp4),
+        {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP4_WEIGHTS}},
+            "ignore": ["lm_head"],
+        },
+    ),
+    "modelopt": (
+        "deepseek_v3",
+        {"q_lora_rank": 32},
+        _each(_modelopt),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP4_WEIGHTS}},
+            "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+            "producer": {"name": "modelopt"},
+        },
+    ),
 }
 
 
