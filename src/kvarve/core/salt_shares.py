@@ -117,11 +117,13 @@ class SaltShares:
                 self._cut(salt, budget)
 
     def _cut(self, salt: bytes, budget: int, more: int = 0) -> None:
-        """Evict a salt's own coldest pages until it could have so many more bytes."""
+        """Evict a salt's own coldest pages until it could have so many more bytes. Pages that wait for a copy, or for a
+        slot to be copied to, are tried again in the next step."""
         held, orders, slot_pools = self.held.get(salt), self.orders.get(salt), self._slot_pools
         if held is None or orders is None or held[budget] + more <= self.most[budget]:
             return
-        excess, stay = held[budget] + more - self.most[budget] - self._leaving(salt, budget), list[tuple[Run, int]]()
+        leaving, stay = self._leaving(salt, budget), list[tuple[Run, int]]()
+        excess, wait = held[budget] + more - self.most[budget] - leaving, leaving > 0
         before = sum(slot_pools.evicted)
         while excess > 0 and (found := slot_pools.next_victim(orders, self.shift, self.places[budget])):
             run, number = found
@@ -130,16 +132,19 @@ class SaltShares:
             had, evicted = held[budget], slot_pools.evicted[place]
             size = self.page_bytes[place]
             went = slot_pools.trim(run, place, -(-excess // size), pages(run, place))
+            moving = went - (slot_pools.evicted[place] - evicted)
+            wait |= moving > 0
             if not went:
                 stay.append(found)
                 continue
-            moving = went - (slot_pools.evicted[place] - evicted)
             excess -= had - held[budget] + max(0, moving) * size
             run.queued &= ~(1 << self.shift + number)
             self.offer(run, place)
         for run, number in stay:
             run.queued &= ~(1 << self.shift + number)
             self.offer(run, number % len(self._contexts))
+        if wait:
+            self._over[salt] = None
         self._counters.over_share += sum(slot_pools.evicted) - before
 
     def _leaving(self, salt: bytes, budget: int) -> int:
