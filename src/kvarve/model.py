@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 
 from kvarve.errors import ConfigError
 
@@ -119,8 +120,8 @@ class PoolSpec:
             at += math.ceil(buffer.nbytes / BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
         return (*starts, at)
 
-    @property
-    def payload_bytes(self) -> int:
+    @cached_property
+    def payload_bytes(self) -> int:  # asked for with every page that moves
         return self.offsets()[-1]
 
     def parts(self, rank: int, ranks: int) -> tuple[range, int]:
