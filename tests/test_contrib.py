@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import trustme
 
 from kvarve.cli import main
 from kvarve.server.settings import Settings
@@ -76,8 +78,9 @@ def test_the_versions_of_the_lock_become_constraints(tmp_path: Path) -> None:
     assert len(lines) > 50 and all(re.fullmatch(r"[A-Za-z0-9._-]+==[^ ;]+( ; .*)?", line) for line in lines)
 
 
+@pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("status", [200, 503])
-def test_the_health_check_follows_the_servers_health(status: int) -> None:
+def test_the_health_check_follows_the_servers_health(tmp_path: Path, status: int, tls: bool) -> None:
     class Health(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status if self.path == "/health" else 404)
@@ -90,8 +93,14 @@ def test_the_health_check_follows_the_servers_health(status: int) -> None:
     python, *argv = json.loads(check[check.index("[") :])
     assert python == "python"
     with HTTPServer(("127.0.0.1", 0), Health) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {"KVARVE_SERVE_PORT": str(server.server_port)}
+        if tls:
+            chain, context = tmp_path / "chain.pem", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            trustme.CA().issue_cert("kvarve.example.com").private_key_and_cert_chain_pem.write_to_path(str(chain))
+            context.load_cert_chain(chain)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            environment["KVARVE_SERVE_TLS_CERT"] = str(chain)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         done = subprocess.run([sys.executable, *argv], env=environment, stderr=subprocess.DEVNULL, check=False)
         server.shutdown()
     assert (done.returncode == 0) == (status == 200)

@@ -22,6 +22,20 @@ ASK: Body = {"prompt": "hei", "max_tokens": 1}
 PAGE = "https://chat.example.com"
 
 
+def test_a_request_that_is_sized_and_chunked_at_once_is_refused_and_its_connection_closed(checkpoint: Path) -> None:
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    behind = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with Server(settings(checkpoint)) as server:
+        url = httpx.URL(server.url)
+        with socket.create_connection((url.host, url.port or 0)) as client:
+            client.sendall(head + behind)
+            answer = b"".join(iter(lambda: client.recv(4096), b""))  # until the server has closed it
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"two_lengths" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
 # --- TLS
 
 

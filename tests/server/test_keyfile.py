@@ -125,6 +125,18 @@ def test_a_changed_file_counts_within_a_second_and_a_broken_one_changes_nothing(
     assert boss is not None and boss.name == ADMIN_KEY and ring.find(b"boss", admin=False) is None
 
 
+def test_a_key_is_not_given_by_a_flag_and_by_the_file(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file.write_text(f"a = {{ sha256 = '{digest(b'boss')}' }}\n")
+    with pytest.raises(ConfigError, match="a is the key that --admin-key gives"):
+        Keyring(file, admin_key="boss")
+    file.write_text(f"a = {{ sha256 = '{digest(b'one')}' }}\n")
+    ring = Keyring(file, admin_key="boss")
+    file.write_text(f"a = {{ sha256 = '{digest(b'boss')}' }}\n")
+    ring.reload()
+    assert "the API keys stay as they are" in caplog.text
+    assert ring.find(b"one", admin=False) is not None and ring.find(b"boss", admin=False) is None
+
+
 def test_a_key_of_the_file_operates_only_if_it_says_so(file: Path) -> None:
     (plain, a), (chief, b) = new_key("a"), new_key("b", admin=True)
     file.write_text(f"{a.line}\n{b.line}\n")

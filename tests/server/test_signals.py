@@ -2,11 +2,12 @@
 
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
-from servers import serving
+from servers import a_process, serving
 
 from kvarve.server.keyfile import new_key
 
@@ -66,6 +67,22 @@ def test_sighup_has_the_keys_read_again_and_ends_nothing(checkpoint: Path, tmp_p
         assert process.wait() == 0
         log = (tmp_path / "log").read_text()
         assert "API keys read again: new: new; gone: old" in log and new not in log
+
+
+def test_a_sighup_during_the_start_is_obeyed_when_the_server_is_ready(checkpoint: Path, tmp_path: Path) -> None:
+    file, log = tmp_path / "keys.toml", tmp_path / "log"
+    file.write_text(new_key("a")[1].line)
+    words = ["serve", "--port", "0", "--model", str(checkpoint), *map(str, SHAPE), "--api-keys", str(file)]
+    with log.open("w") as stderr, a_process(sys.executable, "-m", "kvarve", *words, stderr=stderr) as process:
+        while "loading weights" not in log.read_text():
+            assert process.poll() is None
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout is not None
+        assert any(line.startswith("ready") for line in process.stdout), log.read_text()
+        while "API keys read again" not in log.read_text():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
 
 
 def test_replicas_drain_as_one_server(checkpoint: Path, tmp_path: Path, song: str) -> None:

@@ -3,9 +3,11 @@ names and pages it answers to, and the drain."""
 
 from collections.abc import Callable
 
-from starlette.types import ASGIApp
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvarve.errors import ConfigError
+from kvarve.server.api import Refused
 from kvarve.server.connections import Connections, most_connections
 from kvarve.server.drain import Drain
 from kvarve.server.hosts import NamedHosts, check_hosts, check_origins, names_for, with_origins
@@ -46,7 +48,24 @@ class Edge:
         names = names_for(self._settings.allowed_host, self._settings.host, address)
 
         def put(app: ASGIApp) -> ASGIApp:
-            answering = with_origins(self.drain.around(app), self._settings.cors_origin)
+            answering = OneLength(with_origins(self.drain.around(app), self._settings.cors_origin))
             return answering if names is None else NamedHosts(answering, names)
 
         return put
+
+
+class OneLength:
+    """`app`, for requests whose body has one length. One that is sized and chunked at once ends elsewhere for a proxy
+    that reads the other, which takes the rest for the next client's request (RFC 9112, 6.3)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = [name for name, _ in scope.get("headers", ())]
+        if b"content-length" not in names or b"transfer-encoding" not in names:
+            await self._app(scope, receive, send)
+            return
+        message = "a request has Content-Length or Transfer-Encoding, not both"
+        refused = Refused(400, message, code="two_lengths")
+        await JSONResponse(refused.body(), refused.status, {"Connection": "close"})(scope, receive, send)

@@ -142,10 +142,20 @@ class Keyring:
         self._path, self._clock = path, clock
         self._mark: object = None if path is None else _mark(path)
         self._fixed = tuple(_given(api_key, API_KEY, admin=False) + _given(admin_key, ADMIN_KEY, admin=True))
-        self._keys = self._fixed + (() if path is None else read_keys(path))
+        self._keys = self._read()
         self._looked_s = clock()
         self.guards_api = api_key is not None or path is not None  # /v1 needs a key
         self.guards_admin = admin_key is not None or path is not None  # /admin is on, and needs one
+
+    def _read(self) -> tuple[Key, ...]:
+        keys = () if self._path is None else read_keys(self._path)
+        flags = {key.sha256: key.name for key in self._fixed}
+        for key in keys:
+            if key.sha256 in flags:
+                raise ConfigError(
+                    f"{self._path}: {key.name} is the key that --{flags[key.sha256]} gives: which counts?"
+                )
+        return self._fixed + keys
 
     def find(self, given: bytes, *, admin: bool) -> Key | None:
         """The key that was given, if it opens this. The time says nothing about any key: all are compared."""
@@ -166,7 +176,7 @@ class Keyring:
             return
         mark = _mark(self._path)
         try:
-            keys = self._fixed + read_keys(self._path)
+            keys = self._read()
         except ConfigError as e:
             log.error("the API keys stay as they are: %s", e)
         else:

@@ -311,7 +311,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         handler.addFilter(OncePerSecond())
     tell = tell_systemd()
     starting = Starting(tell)
-    serving, stop, gently = threading.Event(), threading.Event(), threading.Event()
+    serving, stop, gently, hung_up = (threading.Event() for _ in range(4))
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if not serving.is_set():
@@ -331,15 +331,24 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         tell("STOPPING=1\nSTATUS=stopping: finishing backups")
         say(f"kvarve stops: {what} (Ctrl-C again: at once)")
 
+    def reloading(edge: Edge) -> None:
+        """SIGHUP has the keys and the certificate read again."""
+        if edge.reloads:
+            signal.signal(signal.SIGHUP, lambda number, frame: edge.reload())
+            if hung_up.is_set():
+                edge.reload()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
+    if settings.api_keys is not None or settings.tls_cert is not None:  # else it ends the process, as it always does
+        signal.signal(signal.SIGHUP, lambda number, frame: hung_up.set())
     check_settings(settings)
     if settings.dp > 1:
         edge = Edge(settings)
         starting.begins("starting replicas", f"{settings.dp} of {settings.model}")
         with _replicas(settings, edge) as url:
             starting.ready(url)
-            _reloads(edge)
+            reloading(edge)
             serving.set()
             lines = [f"  replicas  {settings.dp}: a request goes to the one that has most of its prompt"]
             if settings.admin_key is not None:
@@ -370,18 +379,12 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             ends.enter_context(ranks.ended())
         server = ends.enter_context(Server(settings, ranks, starting))
         serving.set()
-        _reloads(server.edge)
+        reloading(server.edge)
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
         while not stop.wait(BROKEN_S if ranks is not None else None):
             if server.engine.broken:  # the ranks cannot go on without each other, so neither can this process
                 raise Broken(server.engine.broken)
         ending(server.edge, "ending requests, finishing backups")
-
-
-def _reloads(edge: Edge) -> None:
-    """SIGHUP has the keys and the certificate read again; without any it ends the process, as it always does."""
-    if edge.reloads:
-        signal.signal(signal.SIGHUP, lambda number, frame: edge.reload())
 
 
 @contextmanager
