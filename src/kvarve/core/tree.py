@@ -16,6 +16,7 @@ from kvarve.keys import HEAD_BYTES, KEY_BYTES, TOKEN_BYTES, names
 from kvarve.model import MEMORY_TIERS
 
 NOWHERE = -1  # no slot
+UNTRACED = array("Q")  # of all runs whose hashes nobody has asked for; a run's array is replaced, never changed
 
 
 class Run:
@@ -73,7 +74,7 @@ class Run:
         self.tokens = tokens
         self.named = named
         self.heads = b""
-        self.traced = array("Q")
+        self.traced = UNTRACED
         self.width = page_tokens * TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
         places = tiers * pools
@@ -136,10 +137,11 @@ class Run:
         for run in reversed(untraced):
             assert run.parent is not None
             before = run.traced or run.parent.traced
-            trace = before[-1] if before else xxh3_64_intdigest(run.parent.named)
+            trace, more = before[-1] if before else xxh3_64_intdigest(run.parent.named), array("Q")
             for at in range(len(run.traced) * run.width, len(run.tokens), run.width):
                 trace = xxh3_64_intdigest(run.tokens[at : at + run.width], trace)
-                run.traced.append(trace)
+                more.append(trace)
+            run.traced = run.traced + more
         return self.traced
 
     def key(self, position: int) -> bytes:
@@ -225,7 +227,7 @@ class Run:
         self.tokens = self.tokens[: keep * self.width]
         self.named = self.named[: keep * KEY_BYTES]
         self.heads = self.heads[: keep * self.head_bytes]
-        del self.traced[keep:]
+        self.traced = self.traced[:keep] or UNTRACED
         mask = boundaries.ones(keep)
         self.ends &= mask
         self.passing = [bits & mask for bits in self.passing]
@@ -247,7 +249,7 @@ class Run:
         front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.named[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
         front.heads, self.heads = self.heads[: cut * self.head_bytes], self.heads[cut * self.head_bytes :]
-        front.traced, self.traced = self.traced[:cut], self.traced[cut:]
+        front.traced, self.traced = self.traced[:cut] or UNTRACED, self.traced[cut:] or UNTRACED
         front.used, front.uses, front.failed_backups, front.priority = (
             self.used,
             self.uses,
@@ -286,7 +288,7 @@ class Run:
         del self.parent.children[self.tokens[: self.width]]
         self.parent.followed = True
         self.tokens = self.named = self.heads = b""
-        self.traced = array("Q")
+        self.traced = UNTRACED
 
 
 class Root(Run):
