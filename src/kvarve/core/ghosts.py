@@ -26,6 +26,9 @@ class Left(NamedTuple):
     whole: bool = True  # whether no page of the salt has been forgotten: what is not remembered has never been there
 
 
+NEVER, FORGOTTEN = Left(), Left(whole=False)  # of a salt of which nothing is remembered
+
+
 class _Piece:
     """Pages that left together."""
 
@@ -107,8 +110,9 @@ class Ghosts:
         the tree."""
         salt, at, width = self._of.get(root), known * self._width, self._width
         if salt is None:
-            return Left(whole=self._whole)
-        tiers, followed = list[tuple[Tier, int]](), False
+            return NEVER if self._whole else FORGOTTEN
+        tiers: list[tuple[Tier, int]] = []
+        followed = False
         trail = self._trail(root, tokens, at)
         while at + width <= len(tokens):
             trail.update(tokens[at : at + width])

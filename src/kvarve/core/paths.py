@@ -178,9 +178,10 @@ class Paths:
     ) -> None:
         """Replace a lease's pins, and their tiers. The lease refers to the deepest run in which it has pins, which
         therefore stays in the tree."""
-        self.slot_pools.pin(run, positions, prefix_pins, tiers)
-        self.slot_pools.unpin(lease.run, lease.held, lease.prefix_pins, lease.tiers)
-        both = positions | prefix_pins
+        if both := positions | prefix_pins:
+            self.slot_pools.pin(run, positions, prefix_pins, tiers)
+        if lease.holds:
+            self.slot_pools.unpin(lease.run, lease.held, lease.prefix_pins, lease.tiers)
         lease.run = covering(run, deepest(both)) if both else self.slot_pools.root(lease.root)
         lease.held, lease.prefix_pins, lease.tiers = positions, prefix_pins, tiers
 
@@ -188,10 +189,11 @@ class Paths:
         """Note that prompts ended, or requests resumed, at these boundaries, as far as the tree knows the pages."""
         for each, share in upward(run, ends >> 1 & ones(known)):
             each.ends |= share
-        for pool, lookback in enumerate(self.lookbacks):
-            if lookback is None or not self.config.policies.snapshot_chunks:
-                continue
-            for each, share in upward(run, read_before(ends, lookback) & ones(known)):
+        if len(self.slot_pools.chains) == len(self.pools) or not self.config.policies.snapshot_chunks:
+            return
+        for each, _ in upward(run, read_before(ends, self.reach) & ones(known)):
+            for pool, lookback in enumerate(self.lookbacks) if any(each.passing) else ():
+                share = 0 if lookback is None else (read_before(ends, lookback) & ones(known)) >> each.first
                 if share & each.passing[pool]:  # they are worth a copy from now on
                     each.passing[pool] &= ~share
                     self.backups.mark_dirty(each)

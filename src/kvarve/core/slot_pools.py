@@ -306,11 +306,14 @@ class SlotPools:
             self.freed += [(place, slot) for slot in slots]
 
     def touch(self, run: Run, positions: int) -> None:
-        """The runs that hold these positions have just been used."""
+        """The runs that hold these positions have just been used: a request uses the pages up to `run`."""
         self.tick += 1
         for each, _ in upward(run, positions):
             each.used = self.tick
-        self.ages.used(run, self._state.now)
+        at, now = run, self._state.now
+        while at.parent is not None:
+            at.used_s = now
+            at = at.parent
 
     def pin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: tuple[Tier, ...] = MEMORY_TIERS) -> None:
         """Pin in these tiers all pages at `positions`, and the chains' pages at `prefix_pins`. Pinned positions stay in
@@ -368,8 +371,9 @@ class SlotPools:
 
     def offer_all(self, run: Run) -> None:
         """The same in every slot pool."""
-        for place in range(len(self.capacity)):
-            self.offer(run, place)
+        for place, here in enumerate(run.here):
+            if here:
+                self.offer(run, place)
 
     def droppable(self, run: Run, place: int) -> int:
         """The local positions of a run whose page may leave a slot pool now."""

@@ -6,7 +6,7 @@ policies.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -330,16 +330,17 @@ def traces_of(tail: Run, known: int, tokens: bytes) -> list[int]:
     return traces
 
 
-def upward(run: Run, positions: int) -> Iterator[tuple[Run, int]]:
+def upward(run: Run, positions: int) -> list[tuple[Run, int]]:
     """The runs from `run` towards the root that hold any of `positions`, each with its share as local positions."""
+    shares: list[tuple[Run, int]] = []
     at: Run | None = run
     while positions:
         assert at is not None
-        share = positions >> at.first
-        if share:
-            yield at, share
+        if share := positions >> at.first:
+            shares.append((at, share))
             positions &= boundaries.ones(at.first)
         at = at.parent
+    return shares
 
 
 def same_pages(left: bytes, right: bytes, start: int, pages: int, width: int) -> int:
@@ -368,7 +369,8 @@ def walk(root: Run, tokens: bytes) -> tuple[list[Run], int]:
         if child is None:
             return passed, at // width
         passed.append(child)
-        if not in_tokens(child.tokens, at):
-            return passed, at // width + same_pages(child.tokens, tokens, at, child.pages, width)
-        at += len(child.tokens)
+        theirs = child.tokens
+        if not in_tokens(theirs, at):
+            return passed, at // width + same_pages(theirs, tokens, at, child.pages, width)
+        at += len(theirs)
         run = child
