@@ -238,7 +238,7 @@ class Backups:
                 self.counters.backed_up += good
                 run.backed_up_since_use[page.pool] |= local if good else 0
                 if not good or not self.make_resident(run, place, page.position, page.target):
-                    self.slot_pools.give_back(place, page.target, root_of(run).named)
+                    self.slot_pools.give_back(place, [page.target], root_of(run).named)
             self.counters.failed += not good
         for run, good in touched.items():
             self.heal(run)

@@ -12,8 +12,6 @@ class Pins:
     __slots__ = ("_planes",)
 
     def __init__(self, planes: tuple[int, ...] = ()) -> None:
-        while planes and not planes[-1]:
-            planes = planes[:-1]
         self._planes = planes
 
     def add(self, positions: int) -> None:
@@ -31,9 +29,7 @@ class Pins:
         for plane in self._planes:
             planes.append(plane ^ positions)
             positions &= ~plane
-        while planes and not planes[-1]:
-            planes.pop()
-        self._planes = tuple(planes)
+        self._planes = _stripped(planes)
 
     def held(self) -> int:
         """The set of pinned positions."""
@@ -47,6 +43,13 @@ class Pins:
 
     def cut(self, at: int) -> "Pins":
         """Keep the positions from `at` on, renumbered from 0; return the counters of those before it."""
-        low = Pins(tuple([plane & ones(at) for plane in self._planes]))
-        self._planes = Pins(tuple([plane >> at for plane in self._planes]))._planes
+        low = Pins(_stripped([plane & ones(at) for plane in self._planes]))
+        self._planes = _stripped([plane >> at for plane in self._planes])
         return low
+
+
+def _stripped(planes: list[int]) -> tuple[int, ...]:
+    """Planes without empty ones at the end."""
+    while planes and not planes[-1]:
+        planes.pop()
+    return tuple(planes)

@@ -290,7 +290,7 @@ class Prefetch:
             if good and _still_named(lease, op.named, page.position):
                 late[page.pool][page.position] = page.target
             else:
-                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), page.target, lease.root)
+                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), [page.target], lease.root)
         if any(late):
             self.counters.late += sum(map(len, late))
             self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not op.void)

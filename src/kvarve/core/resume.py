@@ -217,7 +217,7 @@ class Resuming(State):
         assert not op.verified & ~end.good, "a request resumed from a page whose copy has failed"
         for i, page in enumerate(op.pages):
             if not op.given >> i & 1:
-                self.slot_pools.give_back(page.pool, page.target, op.lease.root)
+                self.slot_pools.give_back(page.pool, [page.target], op.lease.root)
             if any((run := covering(op.run, page.position)).bad):
                 self.backups.heal(run)
         self._drop_loaded(op.lease, op.run)
@@ -244,7 +244,7 @@ class Resuming(State):
             if op.verified is not None:  # another rank may be copying a page that is bad here
                 op.given |= resident << i
             elif not resident:
-                self.slot_pools.give_back(page.pool, page.target, op.lease.root)
+                self.slot_pools.give_back(page.pool, [page.target], op.lease.root)
             if any(run.bad):
                 self.backups.heal(run)
         if op.given:

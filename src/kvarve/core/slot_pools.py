@@ -202,27 +202,29 @@ class SlotPools:
             self.residency.moved(run, place, 1 << position - run.first, entered=True)
         self._offer_all(run, place)
 
-    def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
-        """The same for all pages from `position` to the end of a run."""
+    def make_row_resident(self, run: Run, place: int, slots: Sequence[int]) -> None:
+        """The same for the last pages of a run, which are new."""
         if not run.here[place]:
             run.came_s[place] = self._state.now
-        run.put_row(place, position, slots)
+        run.put_row(place, run.end - len(slots), slots)
         if self.residency is not None:
-            self.residency.moved(run, place, span(position - run.first, run.pages), entered=True)
+            self.residency.moved(run, place, span(run.pages - len(slots), run.pages), entered=True)
         self._offer_all(run, place)
 
     def _offer_all(self, run: Run, place: int) -> None:
         """A page became resident: it may be evicted, and so may its copies in other tiers now."""
         self._note_inside(run, place)
         self.offer(run, place)
-        for other in self.others(place):
-            self.offer(run, other)
+        for other in self._others[place]:
+            if run.here[other]:
+                self.offer(run, other)
 
     def lengthened(self, run: Run) -> None:
         """A run has new positions: those that were its last are inside of it now."""
-        for place in range(len(self.capacity)):
-            self._note_inside(run, place)
-            self.offer(run, place)
+        for place, here in enumerate(run.here):
+            if here:
+                self._note_inside(run, place)
+                self.offer(run, place)
 
     def _note_inside(self, run: Run, place: int) -> None:
         lookback = self._lookbacks[place]
@@ -291,11 +293,11 @@ class SlotPools:
         if self.salt_shares is not None:
             self.salt_shares.charge(root_of(run).named, place, -pages)
 
-    def give_back(self, place: int, slot: int, root: bytes) -> None:
-        """A slot that a lease or a copy owned, for prompts under this root key, is free again."""
-        self._free(place, [slot])
-        if self.salt_shares is not None:
-            self.salt_shares.charge(root, place, -1)
+    def give_back(self, place: int, slots: Sequence[int], root: bytes) -> None:
+        """Slots that a lease or a copy owned, for prompts under this root key, are free again."""
+        self._free(place, slots)
+        if slots and self.salt_shares is not None:
+            self.salt_shares.charge(root, place, -len(slots))
 
     def _free(self, place: int, slots: Sequence[int]) -> None:
         self.free[place].extend(slots)
@@ -638,7 +640,9 @@ class SlotPools:
         if len(self.free[place]) < wanted:
             self.make_room(place, wanted - len(self.free[place]), spare)
         free = self.free[place]
-        slots = [free.pop() for _ in range(min(wanted, len(free)))]
+        keep = max(0, len(free) - wanted)
+        slots = free[keep:].tolist()[::-1]
+        del free[keep:]
         number, pool = divmod(place, len(self.pools))
         if (extents := self.extents[number]) is not None:
             extents.take(pool, slots)

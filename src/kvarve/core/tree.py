@@ -99,7 +99,7 @@ class Run:
 
     @property
     def end(self) -> int:
-        return self.first + self.pages
+        return self.first + len(self.tokens) // self.width
 
     @property
     def head_bytes(self) -> int:
