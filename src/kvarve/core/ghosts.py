@@ -26,7 +26,7 @@ class Left(NamedTuple):
     whole: bool = True  # whether no page of the salt has been forgotten: what is not remembered has never been there
 
 
-NEVER, FORGOTTEN = Left(), Left(whole=False)  # of a salt of which nothing is remembered
+NEVER, FORGOTTEN = Left(), Left(whole=False)  # where nothing is remembered
 
 
 class _Piece:
@@ -86,7 +86,6 @@ class Ghosts:
             return False
         trail, stop = self._trail(root, tokens, at), end * width
         while at < stop:
-            before = trail.copy()
             trail.update(tokens[at : at + width])
             name = trail.intdigest()
             piece = salt.pieces.get(name)
@@ -94,14 +93,13 @@ class Ghosts:
             if not piece or not same:
                 break
             self._take(salt, name)
+            trail.update(tokens[at + width : at + same])
             if rest := piece.tokens[same:]:
-                before.update(piece.tokens[: same + width])
-                self._put(salt, before.intdigest(), _Piece(rest, piece.tier, piece.followed))
+                after = trail.copy()
+                after.update(rest[:width])
+                self._put(salt, after.intdigest(), _Piece(rest, piece.tier, piece.followed))
             at += same
-            if at < stop:
-                trail.update(tokens[at - same + width : at])
-            else:
-                followed = piece.followed or bool(rest)
+            followed = at == stop and (piece.followed or bool(rest))
         self._drop_empty(root)
         return followed
 
@@ -124,6 +122,8 @@ class Ghosts:
             at += same
             tiers.append((piece.tier, same // width))
             followed = piece.followed or same < len(piece.tokens)
+        if not tiers:
+            return NEVER if salt.whole else FORGOTTEN
         return Left(tuple(tiers), at // width - known, followed, salt.whole)
 
     def _trail(self, root: bytes, tokens: bytes, at: int) -> xxh3_64:

@@ -301,9 +301,8 @@ class SlotPools:
 
     def _free(self, place: int, slots: Sequence[int]) -> None:
         self.free[place].extend(slots)
-        number, pool = divmod(place, len(self.pools))
-        if (extents := self.extents[number]) is not None:
-            extents.give(pool, slots)
+        if (extents := self.extents[place // len(self.pools)]) is not None:
+            extents.give(place % len(self.pools), slots)
         if self.freed is not None:
             self.freed += [(place, slot) for slot in slots]
 
@@ -574,18 +573,17 @@ class SlotPools:
                     if good := self.good(run, pool) & gone:
                         self._state.backups.count_dropped(run, pool, good)
                 for place, here in enumerate(run.here):
-                    for local in members(here & gone):
-                        self.leave(run, place, run.first + local)
-                        self.evicted[place] += 1
+                    if here & gone:
+                        self._leave_all(run, place, here & gone)
             self._remember(run, start, tier)
             if start:
                 run.trim(alive)
                 return
             run.detach()
             for number, order in self.orders.items():
-                order.forget(run, stands=bool(run.queued >> number & 1))
+                order.forget(run, bool(run.queued >> number & 1))
             for bit, order in self.salt_shares.of(run) if self.salt_shares is not None else ():
-                order.forget(run, stands=bool(run.queued >> bit & 1))
+                order.forget(run, bool(run.queued >> bit & 1))
             run.queued = 0
             self._state.backups.removed(run)
             if isinstance(parent, Root):
@@ -643,9 +641,8 @@ class SlotPools:
         keep = max(0, len(free) - wanted)
         slots = free[keep:].tolist()[::-1]
         del free[keep:]
-        number, pool = divmod(place, len(self.pools))
-        if (extents := self.extents[number]) is not None:
-            extents.take(pool, slots)
+        if (extents := self.extents[place // len(self.pools)]) is not None:
+            extents.take(place % len(self.pools), slots)
         if slots and self.salt_shares is not None:
             self.salt_shares.charge(root, place, len(slots))
         return slots

@@ -112,7 +112,7 @@ class Run:
 
     def pinned(self) -> int:
         """The local positions that a lease or a copy needs in any tier: they stay in the tree."""
-        return boundaries.union(self.held(tier) for tier in range(len(self.pins)))
+        return boundaries.union([pins.held() for pins in (*self.pins, *self.prefix_pins)])
 
     @property
     def keys(self) -> bytes:
