@@ -404,9 +404,14 @@ class Backups:
         selective = self.state.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE
         return run.wanted or not selective or run.uses >= self.state.config.policies.selective_uses
 
+    @property
+    def counts_dropped(self) -> bool:
+        """Whether a page that leaves memory unstored is lost: there is a storage for it."""
+        return self.copies.storage or self.down
+
     def count_dropped(self, run: Run, pool: int, gone: int) -> None:
         """Pages of a run (local positions) leave their last memory tier: count those that were never stored."""
-        lost = (gone & self._missing(run, pool)).bit_count() if self.copies.storage or self.down else 0
+        lost = (gone & self._missing(run, pool)).bit_count() if self.counts_dropped else 0
         if not lost or not self._used_enough(run):
             return
         if self.down:
@@ -463,6 +468,8 @@ class Backups:
         tier, pool = self.slot_pools.tier(place), place % len(self.pools)
         write_back = self.state.config.policies.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
         want = lost & ~run.passing[pool] if write_back else stuck
+        if not want:
+            return 0
         if tier is Tier.HOST:
             stores = self.copies.storage and not self.backing_off() and self._wants(run)
             return self._rescue_from_host(run, pool, want) if write_back and stores else 0

@@ -108,6 +108,7 @@ class Growing(Resuming):
         fresh: list[dict[int, int]] = [{} for _ in self.pools]
         if upto <= lease.grown:
             return fresh
+        stop = upto
         if self._has_room_at(lease, upto):
             lease.passing |= 1 << upto
         wanted = [
@@ -129,7 +130,7 @@ class Growing(Resuming):
         for pool in range(len(self.pools)):
             if pool not in self.slot_pools.chains:
                 fresh[pool] = self.paths.slots_for(lease, pool, wanted[pool] & ones(upto), lease.pages)
-            for position in [at for at in fresh[pool] if at >= upto]:
+            for position in [at for at in fresh[pool] if at >= upto] if upto < stop else ():
                 slot = fresh[pool].pop(position)
                 if slot != NOWHERE and position not in lease.own[pool]:
                     self.slot_pools.give_back(pool, [slot], lease.root)

@@ -146,7 +146,8 @@ class Paths:
         if inside := positions & ~last:
             slots = self.slot_pools.reserve(place, inside.bit_count(), lease.root, spare=True)
             found |= zip(members(inside), slots, strict=False)
-        return dict(sorted(found.items()))
+            return dict(sorted(found.items()))
+        return found
 
     # --- pins
 
@@ -170,7 +171,8 @@ class Paths:
 
     def ahead(self, present: list[int]) -> int:
         """The positions whose pins keep all present pages of chains."""
-        return boundaries.of(here - 1 for pool in self.slot_pools.chains if (here := boundaries.leading(present[pool])))
+        reach = [boundaries.leading(present[pool]) for pool in self.slot_pools.chains]
+        return boundaries.of([here - 1 for here in reach if here])
 
     def hold(
         self, lease: Lease, run: Run, positions: int, prefix_pins: int, tiers: tuple[Tier, ...] = MEMORY_TIERS

@@ -569,7 +569,7 @@ class SlotPools:
             assert not run.pinned() >> start, "a pinned position lost its page"
             if any(run.here):
                 gone = span(start, run.pages)
-                for pool in range(len(self.pools)):
+                for pool in range(len(self.pools)) if self._state.backups.counts_dropped else ():
                     if good := self.good(run, pool) & gone:
                         self._state.backups.count_dropped(run, pool, good)
                 for place, here in enumerate(run.here):
