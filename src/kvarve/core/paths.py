@@ -30,6 +30,8 @@ class Paths:
         slots = state.slot_pools.capacity if Tier.DEVICE in config.slots else []
         pages = (count for back, count in zip(self.lookbacks, slots, strict=False) if back is None or count < back)
         self.most = min(pages, default=1 << 32)
+        self._ours = state.slot_pools.memory[0] is Tier.DEVICE  # else the slots there are an engine's
+        self._host = state.slot_pools.place(Tier.HOST, 0)
         self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
     # --- residency
@@ -59,8 +61,7 @@ class Paths:
         """
         pools = len(self.pools)
         device, memory, mask = [0] * pools, [0] * pools, ones(known)
-        bad_pages, ours = self.slot_pools.bad_pages, self.slot_pools.memory[0] is Tier.DEVICE
-        host = self.slot_pools.place(Tier.HOST, 0)
+        bad_pages, ours, host = self.slot_pools.bad_pages, self._ours, self._host
         for pool, lookback in enumerate(self.lookbacks):
             if lookback is None and not bad_pages:
                 # By the laws a chain has no gap on the device, and all its pages are in memory.
@@ -237,7 +238,8 @@ class Paths:
             back = 0  # positions of which the tree has a page already, or cannot have one
             for run, share in upward(tail, given[pool] & ones(known)):
                 back |= (share & run.here[place] & ~run.bad[place]) << run.first
-            for position in members(given[pool] & ~(row | back)):
+            rest = given[pool] & ~(row | back)
+            for position in members(rest) if rest else ():
                 if position >= end or not self.backups.make_resident(
                     run := covering(tail, position), place, position, slots[position]
                 ):

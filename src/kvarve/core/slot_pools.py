@@ -320,7 +320,7 @@ class SlotPools:
         """Pin in these tiers all pages at `positions`, and the chains' pages at `prefix_pins`. Pinned positions stay in
         the tree, whichever tier has their chains."""
         numbers = self._memory_in[tiers]
-        for each, share in upward(run, positions):
+        for each, share in upward(run, positions) if positions else ():
             for tier in numbers:
                 each.pins[tier].add(share)
         for each, share in upward(run, prefix_pins):
@@ -329,7 +329,7 @@ class SlotPools:
 
     def unpin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: tuple[Tier, ...] = MEMORY_TIERS) -> None:
         numbers = self._memory_in[tiers]
-        for each, share in upward(run, positions):
+        for each, share in upward(run, positions) if positions else ():
             for tier in numbers:
                 each.pins[tier].remove(share)
             self._let_go(each)

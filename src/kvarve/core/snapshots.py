@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvarve.boundaries import members, of
+from kvarve.boundaries import members
 from kvarve.errors import ConfigError
 
 
@@ -36,7 +36,10 @@ class Snapshots:
         if self.every:
             step = max(1, self.every // page_tokens)
             marks += range(step, pages + 1, step)
-        wanted = of([mark // grid * grid for mark in marks]) & ~1
+        wanted = 0
+        for mark in marks:
+            wanted |= 1 << mark // grid * grid
+        wanted &= ~1
         return self._admitted(wanted, kept, page_tokens) if self.gap else wanted
 
     def _admitted(self, wanted: int, kept: int, page_tokens: int) -> int:

@@ -338,7 +338,7 @@ def upward(run: Run, positions: int) -> list[tuple[Run, int]]:
         assert at is not None
         if share := positions >> at.first:
             shares.append((at, share))
-            positions &= boundaries.ones(at.first)
+            positions &= (1 << at.first) - 1
         at = at.parent
     return shares
 
