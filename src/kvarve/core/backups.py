@@ -462,14 +462,14 @@ class Backups:
         self.slot_pools.unpin(run, held << run.first, tiers=tiers)
         return pages
 
-    def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
+    def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int | None:
         """Pages about to be evicted from memory: under write-back, and where pages that stay rest on them, copy them
-        down first. Returns the positions that must not leave yet."""
+        down first. Returns the positions that must not leave yet; None if none is to be copied, so nothing was done."""
         tier, pool = self.slot_pools.tier(place), place % len(self.pools)
         write_back = self.state.config.policies.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
         want = lost & ~run.passing[pool] if write_back else stuck
         if not want:
-            return 0
+            return None
         if tier is Tier.HOST:
             stores = self.copies.storage and not self.backing_off() and self._wants(run)
             return self._rescue_from_host(run, pool, want) if write_back and stores else 0

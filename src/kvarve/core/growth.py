@@ -166,7 +166,7 @@ class Growing(Resuming):
         if kept := min(upto, end):
             self.paths.hold(lease, tail, 0, self.paths.ends(kept) | self.paths.ahead(lease.seen), ON_DEVICE)
             self.slot_pools.touch(tail, self.paths.near(kept))
-        for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
+        for run, _ in upward(tail, span(lease.boundary, end)):
             run.uses = max(run.uses, 1)
             run.priority = max(run.priority, lease.priority)
 

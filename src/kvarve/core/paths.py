@@ -256,7 +256,7 @@ class Paths:
             if stored:
                 for run, share in upward(tail, given[pool] & ones(end)):
                     self.slot_pools.store(run, pool, share)
-        if not stored:
+        if not stored and self.backups.has_host:
             for run, _ in upward(tail, boundaries.union(given) & ones(end)):
                 self.backups.mark_dirty(run)
         return tail, end

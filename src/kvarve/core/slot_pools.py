@@ -206,7 +206,7 @@ class SlotPools:
         """The same for the last pages of a run, which are new."""
         if not run.here[place]:
             run.came_s[place] = self._state.now
-        run.put_row(place, run.end - len(slots), slots)
+        run.put_row(place, slots)
         if self.residency is not None:
             self.residency.moved(run, place, span(run.pages - len(slots), run.pages), entered=True)
         self._offer_all(run, place)
@@ -531,8 +531,8 @@ class SlotPools:
             for other in others:
                 stuck |= lost if run.kids[other] else lost & ones(run.here[other].bit_length())
         moving = 0
-        if lost:
-            moving = self._state.backups.rescue(run, place, lost, stuck)
+        if lost and (copied := self._state.backups.rescue(run, place, lost, stuck)) is not None:
+            moving = copied
             # Evicting for the copies' targets may have dropped other pages, also of this run.
             take &= self.droppable(run, place) | moving
         safe = self.elsewhere(run, place)

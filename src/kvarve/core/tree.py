@@ -162,17 +162,18 @@ class Run:
         if local == 0 and self.parent is not None:
             self.parent.kids[place] += 1
 
-    def put_row(self, place: int, position: int, slots: Sequence[int]) -> None:
-        """Make all positions from `position` to the end of the run resident; none of them may be so."""
-        local = position - self.first
+    def put_row(self, place: int, slots: Sequence[int]) -> None:
+        """Make the last positions of the run resident; none of them may be so."""
+        end = self.pages
+        local = end - len(slots)
         table = self.slots[place]
         if table is None:
             table = self.slots[place] = array("i")
-        assert not self.here[place] >> local and local + len(slots) == self.pages, "a row reaches to the end of its run"
+        assert local >= 0 and not self.here[place] >> local, "two slots for one page"
         del table[local:]
         table.extend([NOWHERE] * (local - len(table)))
         table.extend(slots)
-        self.here[place] |= boundaries.span(local, local + len(slots))
+        self.here[place] |= boundaries.span(local, end)
         if local == 0 and self.parent is not None:
             self.parent.kids[place] += 1
 
