@@ -152,8 +152,9 @@ class Ghosts:
             self._take(salt, name)
             salt.whole = False
         salt.pieces[name] = piece
-        salt.pages += len(piece.tokens) // self._width
-        self._pages += len(piece.tokens) // self._width
+        pages = len(piece.tokens) // self._width
+        salt.pages += pages
+        self._pages += pages
 
     def _take(self, salt: _Salt, name: int) -> None:
         count = len(salt.pieces.pop(name).tokens) // self._width

@@ -159,10 +159,11 @@ class SlotPools:
 
     def root(self, key: bytes) -> Run:
         """The empty run above all prompts that share this root key."""
-        if key not in self.roots:
+        root = self.roots.get(key)
+        if root is None:
             self.shape += 1
-            self.roots[key] = Root(key, len(self.pools), self.page_tokens, len(self.memory))
-        return self.roots[key]
+            root = self.roots[key] = Root(key, len(self.pools), self.page_tokens, len(self.memory))
+        return root
 
     def runs(self) -> Iterator[Run]:
         """All runs of the tree, parents first."""
@@ -174,7 +175,8 @@ class SlotPools:
 
     def forget(self, key: bytes) -> None:
         """Drop a root without runs, so that salts out of use cost no memory."""
-        if key in self.roots and not self.roots[key].children:
+        root = self.roots.get(key)
+        if root is not None and not root.children:
             self.shape += 1
             del self.roots[key]
 

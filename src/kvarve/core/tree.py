@@ -112,7 +112,10 @@ class Run:
 
     def pinned(self) -> int:
         """The local positions that a lease or a copy needs in any tier: they stay in the tree."""
-        return boundaries.union([pins.held() for pins in (*self.pins, *self.prefix_pins)])
+        held = 0
+        for pins in (*self.pins, *self.prefix_pins):
+            held |= pins.held()
+        return held
 
     @property
     def keys(self) -> bytes:
