@@ -57,7 +57,7 @@ def test_what_was_added_and_removed_again_leaves_nothing(sets: list[int]) -> Non
         pins.add(positions)
     for positions in reversed(sets):
         pins.remove(positions)
-    assert pins.held() == 0 and pins._planes == []
+    assert pins.held() == 0 and not pins._planes
 
 
 def test_unpinning_an_unpinned_position_is_a_bug_and_changes_nothing() -> None:

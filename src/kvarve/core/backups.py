@@ -238,7 +238,7 @@ class Backups:
                 self.counters.backed_up += good
                 run.backed_up_since_use[page.pool] |= local if good else 0
                 if not good or not self.make_resident(run, place, page.position, page.target):
-                    self.slot_pools.give_back(place, page.target, root_of(run).named)
+                    self.slot_pools.give_back(place, [page.target], root_of(run).named)
             self.counters.failed += not good
         for run, good in touched.items():
             self.heal(run)
@@ -404,9 +404,14 @@ class Backups:
         selective = self.state.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE
         return run.wanted or not selective or run.uses >= self.state.config.policies.selective_uses
 
+    @property
+    def counts_dropped(self) -> bool:
+        """Whether a page that leaves memory unstored is lost: there is a storage for it."""
+        return self.copies.storage or self.down
+
     def count_dropped(self, run: Run, pool: int, gone: int) -> None:
         """Pages of a run (local positions) leave their last memory tier: count those that were never stored."""
-        lost = (gone & self._missing(run, pool)).bit_count() if self.copies.storage or self.down else 0
+        lost = (gone & self._missing(run, pool)).bit_count() if self.counts_dropped else 0
         if not lost or not self._used_enough(run):
             return
         if self.down:
@@ -457,12 +462,14 @@ class Backups:
         self.slot_pools.unpin(run, held << run.first, tiers=tiers)
         return pages
 
-    def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int:
+    def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int | None:
         """Pages about to be evicted from memory: under write-back, and where pages that stay rest on them, copy them
-        down first. Returns the positions that must not leave yet."""
+        down first. Returns the positions that must not leave yet; None if none is to be copied, so nothing was done."""
         tier, pool = self.slot_pools.tier(place), place % len(self.pools)
         write_back = self.state.config.policies.write is WritePolicy.WRITE_BACK and run.failed_backups < RETRY_BUDGET
         want = lost & ~run.passing[pool] if write_back else stuck
+        if not want:
+            return None
         if tier is Tier.HOST:
             stores = self.copies.storage and not self.backing_off() and self._wants(run)
             return self._rescue_from_host(run, pool, want) if write_back and stores else 0

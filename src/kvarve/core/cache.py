@@ -198,9 +198,9 @@ class Core(Growing):
         if lease.phase is Phase.CLOSED:
             return
         for pool, slots in enumerate(lease.own):
-            for slot in slots.values():
-                self.slot_pools.give_back(pool, slot, lease.root)
-            slots.clear()
+            if slots:
+                self.slot_pools.give_back(pool, [*slots.values()], lease.root)
+                slots.clear()
         if lease.phase is Phase.FETCHING:
             self.prefetch.land(lease)
         self.prefetch.release(lease)

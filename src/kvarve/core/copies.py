@@ -107,7 +107,7 @@ class Copies:
 
     def hurry(self, lease: Lease) -> None:
         """A lease has been claimed: its copies from storage are urgent from now on."""
-        if fetches := tuple(op for op in sorted(lease.ops) if self.ops[op].edge == FETCH):
+        if lease.ops and (fetches := tuple(op for op in sorted(lease.ops) if self.ops[op].edge == FETCH)):
             self.effects.append(Hurry(fetches))
 
     def end(self, number: int) -> Op | None:

@@ -26,6 +26,9 @@ class Left(NamedTuple):
     whole: bool = True  # whether no page of the salt has been forgotten: what is not remembered has never been there
 
 
+NEVER, FORGOTTEN = Left(), Left(whole=False)  # where nothing is remembered
+
+
 class _Piece:
     """Pages that left together."""
 
@@ -51,7 +54,7 @@ class Ghosts:
         self._pages = 0
         self._of: OrderedDict[bytes, _Salt] = OrderedDict()  # by root key
         self._whole = True  # no salt has been forgotten whole
-        self._last: tuple[bytes, bytes, int, xxh3_64] | None = None  # what `_trail` was asked last
+        self._last: tuple[bytes, int, bytes, tuple[int, xxh3_64]] | None = None  # what `_first` was asked last
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_last": None}  # a hash that has begun cannot be copied
@@ -81,24 +84,25 @@ class Ghosts:
         salt, at, width, followed = self._of.get(root), known * self._width, self._width, False
         if salt is None:
             return False
-        trail, stop = self._trail(root, tokens, at), end * width
+        name, first = self._first(root, tokens, at)
+        if name not in salt.pieces:
+            return False
+        trail, stop = first.copy(), end * width
         while at < stop:
-            before = trail.copy()
-            trail.update(tokens[at : at + width])
-            name = trail.intdigest()
             piece = salt.pieces.get(name)
             same = min(self._same(piece, tokens, at), stop - at) if piece else 0
             if not piece or not same:
                 break
             self._take(salt, name)
+            trail.update(tokens[at + width : at + same])
             if rest := piece.tokens[same:]:
-                before.update(piece.tokens[: same + width])
-                self._put(salt, before.intdigest(), _Piece(rest, piece.tier, piece.followed))
+                after = trail.copy()
+                after.update(rest[:width])
+                self._put(salt, after.intdigest(), _Piece(rest, piece.tier, piece.followed))
             at += same
-            if at < stop:
-                trail.update(tokens[at - same + width : at])
-            else:
-                followed = piece.followed or bool(rest)
+            followed = at == stop and (piece.followed or bool(rest))
+            trail.update(tokens[at : at + width])
+            name = trail.intdigest()
         self._drop_empty(root)
         return followed
 
@@ -107,12 +111,14 @@ class Ghosts:
         the tree."""
         salt, at, width = self._of.get(root), known * self._width, self._width
         if salt is None:
-            return Left(whole=self._whole)
-        tiers, followed = list[tuple[Tier, int]](), False
-        trail = self._trail(root, tokens, at)
+            return NEVER if self._whole else FORGOTTEN
+        name, first = self._first(root, tokens, at)
+        if name not in salt.pieces:
+            return NEVER if salt.whole else FORGOTTEN
+        tiers: list[tuple[Tier, int]] = []
+        trail, followed = first.copy(), False
         while at + width <= len(tokens):
-            trail.update(tokens[at : at + width])
-            piece = salt.pieces.get(trail.intdigest())
+            piece = salt.pieces.get(name)
             same = self._same(piece, tokens, at) if piece else 0
             if not piece or not same:
                 break
@@ -120,15 +126,20 @@ class Ghosts:
             at += same
             tiers.append((piece.tier, same // width))
             followed = piece.followed or same < len(piece.tokens)
+            trail.update(tokens[at : at + width])
+            name = trail.intdigest()
         return Left(tuple(tiers), at // width - known, followed, salt.whole)
 
-    def _trail(self, root: bytes, tokens: bytes, at: int) -> xxh3_64:
-        """A hash of a root key and all tokens before a place. A request asks for the same one twice."""
-        if self._last is None or self._last[0] is not tokens or self._last[1:3] != (root, at):
-            trail = xxh3_64(root)
-            trail.update(memoryview(tokens)[:at])
-            self._last = tokens, root, at, trail
-        return self._last[3].copy()
+    def _first(self, root: bytes, tokens: bytes, at: int) -> tuple[int, xxh3_64]:
+        """The name of the piece that begins with the page at a place, and the hash that it is taken from. A request
+        asks for the same one twice."""
+        last = self._last
+        if last is not None and last[0] is tokens and last[1] == at and last[2] == root:
+            return last[3]
+        trail = xxh3_64(root)
+        trail.update(memoryview(tokens)[: at + self._width])
+        self._last = tokens, at, root, (trail.intdigest(), trail)
+        return self._last[3]
 
     def _same(self, piece: _Piece, tokens: bytes, at: int) -> int:
         """How many bytes of a piece, in whole pages, are equal to those in `tokens`; 0 if only its name is."""
@@ -141,8 +152,9 @@ class Ghosts:
             self._take(salt, name)
             salt.whole = False
         salt.pieces[name] = piece
-        salt.pages += len(piece.tokens) // self._width
-        self._pages += len(piece.tokens) // self._width
+        pages = len(piece.tokens) // self._width
+        salt.pages += pages
+        self._pages += pages
 
     def _take(self, salt: _Salt, name: int) -> None:
         count = len(salt.pieces.pop(name).tokens) // self._width

@@ -68,8 +68,7 @@ class Growing(Resuming):
             taken[pool] = dict(zip(members(missing), slots, strict=False))
             if len(slots) < missing.bit_count():
                 for place, pages in taken.items():
-                    for slot in pages.values():
-                        self.slot_pools.give_back(place, slot, lease.root)
+                    self.slot_pools.give_back(place, [*pages.values()], lease.root)
                 return False
         for pool, pages in taken.items():
             lease.own[pool].update(pages)
@@ -109,6 +108,7 @@ class Growing(Resuming):
         fresh: list[dict[int, int]] = [{} for _ in self.pools]
         if upto <= lease.grown:
             return fresh
+        stop = upto
         if self._has_room_at(lease, upto):
             lease.passing |= 1 << upto
         wanted = [
@@ -116,7 +116,7 @@ class Growing(Resuming):
         ]
         for pool in self.slot_pools.chains:
             held = lease.own[pool]  # some may have been reserved by `reserve`
-            missing = [at for at in members(wanted[pool]) if at not in held]
+            missing = [at for at in members(wanted[pool]) if at not in held] if held else [*members(wanted[pool])]
             got = dict(zip(missing, self.slot_pools.reserve(pool, len(missing), lease.root), strict=False))
             fresh[pool] = {at: held.get(at, got.get(at, NOWHERE)) for at in members(wanted[pool])} if held else got
             if len(got) < len(missing):
@@ -130,10 +130,10 @@ class Growing(Resuming):
         for pool in range(len(self.pools)):
             if pool not in self.slot_pools.chains:
                 fresh[pool] = self.paths.slots_for(lease, pool, wanted[pool] & ones(upto), lease.pages)
-            for position in [at for at in fresh[pool] if at >= upto]:
+            for position in [at for at in fresh[pool] if at >= upto] if upto < stop else ():
                 slot = fresh[pool].pop(position)
                 if slot != NOWHERE and position not in lease.own[pool]:
-                    self.slot_pools.give_back(pool, slot, lease.root)
+                    self.slot_pools.give_back(pool, [slot], lease.root)
             lease.own[pool].update(fresh[pool])
         lease.grown = upto
         return fresh
@@ -166,7 +166,7 @@ class Growing(Resuming):
         if kept := min(upto, end):
             self.paths.hold(lease, tail, 0, self.paths.ends(kept) | self.paths.ahead(lease.seen), ON_DEVICE)
             self.slot_pools.touch(tail, self.paths.near(kept))
-        for run, _ in upward(tail, span(0, end) & ~ones(min(lease.boundary, end))):
+        for run, _ in upward(tail, span(lease.boundary, end)):
             run.uses = max(run.uses, 1)
             run.priority = max(run.priority, lease.priority)
 
@@ -186,9 +186,10 @@ class Growing(Resuming):
 
     def _has_room_at(self, lease: Lease, boundary: int) -> bool:
         """Whether windows and states are kept at the end of a chunk for no other reason than that there is room."""
-        policies, kept = self.config.policies, (lease.snapshots | lease.passing) & ones(boundary + 1)
-        if not policies.snapshot_chunks or boundary % self.grid or kept >> boundary:
+        policies, kept = self.config.policies, lease.snapshots | lease.passing
+        if not policies.snapshot_chunks or boundary % self.grid or kept >> boundary & 1:
             return False
+        kept &= ones(boundary)
         saved = (boundary - max(lease.boundary, kept.bit_length() - 1)) * self.config.page_tokens
         return saved >= policies.snapshot_gap and self.slot_pools.has_room(lease.root)
 

@@ -33,13 +33,6 @@ class Ages:
         if tail.tokens:
             self.reuse_s.observe(now - tail.used_s)
 
-    def used(self, tail: Run, now: float) -> None:
-        """A request uses the pages up to `tail`."""
-        run: Run | None = tail
-        while run is not None:
-            run.used_s = now
-            run = run.parent
-
 
 def pinned(core: "Core") -> list[int]:
     """By place, the slots in use whose pages cannot be evicted now: pages that requests or copies in flight need, and

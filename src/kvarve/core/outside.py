@@ -91,7 +91,7 @@ class EngineCore(Core):
                 if position < end:
                     moving.append(Moving(pool, position, pages[pool][position], slot))
                 else:
-                    self.slot_pools.give_back(places[pool], slot, lease.root)
+                    self.slot_pools.give_back(places[pool], [slot], lease.root)
         # Whole positions in a copy: the tree takes a position only with the pages of all chains.
         moving.sort(key=lambda page: page.position)
         batch: list[Moving] = []
@@ -203,7 +203,7 @@ class EngineCore(Core):
             if good:
                 saved[page.pool][page.position] = page.target
             else:
-                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), page.target, lease.root)
+                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), [page.target], lease.root)
         tail, end = self.paths.insert(lease, Tier.HOST, [dict(sorted(slots.items())) for slots in saved])
         for run, _ in upward(tail, of(at for slots in saved for at in slots) & ones(end)):
             run.uses = max(run.uses, 1)

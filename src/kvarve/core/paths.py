@@ -30,6 +30,8 @@ class Paths:
         slots = state.slot_pools.capacity if Tier.DEVICE in config.slots else []
         pages = (count for back, count in zip(self.lookbacks, slots, strict=False) if back is None or count < back)
         self.most = min(pages, default=1 << 32)
+        self._ours = state.slot_pools.memory[0] is Tier.DEVICE  # else the slots there are an engine's
+        self._host = state.slot_pools.place(Tier.HOST, 0)
         self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
     # --- residency
@@ -59,8 +61,7 @@ class Paths:
         """
         pools = len(self.pools)
         device, memory, mask = [0] * pools, [0] * pools, ones(known)
-        bad_pages, ours = self.slot_pools.bad_pages, self.slot_pools.memory[0] is Tier.DEVICE
-        host = self.slot_pools.place(Tier.HOST, 0)
+        bad_pages, ours, host = self.slot_pools.bad_pages, self._ours, self._host
         for pool, lookback in enumerate(self.lookbacks):
             if lookback is None and not bad_pages:
                 # By the laws a chain has no gap on the device, and all its pages are in memory.
@@ -133,8 +134,7 @@ class Paths:
             return taken
         for pool, slots in enumerate(taken):
             available[pool] = len(slots)
-            for slot in slots:
-                self.slot_pools.give_back(places[pool], slot, lease.root)
+            self.slot_pools.give_back(places[pool], slots, lease.root)
         return None
 
     def slots_for(self, lease: Lease, place: int, positions: int, end: int) -> dict[int, int]:
@@ -147,7 +147,8 @@ class Paths:
         if inside := positions & ~last:
             slots = self.slot_pools.reserve(place, inside.bit_count(), lease.root, spare=True)
             found |= zip(members(inside), slots, strict=False)
-        return dict(sorted(found.items()))
+            return dict(sorted(found.items()))
+        return found
 
     # --- pins
 
@@ -171,16 +172,18 @@ class Paths:
 
     def ahead(self, present: list[int]) -> int:
         """The positions whose pins keep all present pages of chains."""
-        return boundaries.of(here - 1 for pool in self.slot_pools.chains if (here := boundaries.leading(present[pool])))
+        reach = [boundaries.leading(present[pool]) for pool in self.slot_pools.chains]
+        return boundaries.of([here - 1 for here in reach if here])
 
     def hold(
         self, lease: Lease, run: Run, positions: int, prefix_pins: int, tiers: tuple[Tier, ...] = MEMORY_TIERS
     ) -> None:
         """Replace a lease's pins, and their tiers. The lease refers to the deepest run in which it has pins, which
         therefore stays in the tree."""
-        self.slot_pools.pin(run, positions, prefix_pins, tiers)
-        self.slot_pools.unpin(lease.run, lease.held, lease.prefix_pins, lease.tiers)
-        both = positions | prefix_pins
+        if both := positions | prefix_pins:
+            self.slot_pools.pin(run, positions, prefix_pins, tiers)
+        if lease.holds:
+            self.slot_pools.unpin(lease.run, lease.held, lease.prefix_pins, lease.tiers)
         lease.run = covering(run, deepest(both)) if both else self.slot_pools.root(lease.root)
         lease.held, lease.prefix_pins, lease.tiers = positions, prefix_pins, tiers
 
@@ -188,10 +191,11 @@ class Paths:
         """Note that prompts ended, or requests resumed, at these boundaries, as far as the tree knows the pages."""
         for each, share in upward(run, ends >> 1 & ones(known)):
             each.ends |= share
-        for pool, lookback in enumerate(self.lookbacks):
-            if lookback is None or not self.config.policies.snapshot_chunks:
-                continue
-            for each, share in upward(run, read_before(ends, lookback) & ones(known)):
+        if len(self.slot_pools.chains) == len(self.pools) or not self.config.policies.snapshot_chunks:
+            return
+        for each, _ in upward(run, read_before(ends, self.reach) & ones(known)):
+            for pool, lookback in enumerate(self.lookbacks) if any(each.passing) else ():
+                share = 0 if lookback is None else (read_before(ends, lookback) & ones(known)) >> each.first
                 if share & each.passing[pool]:  # they are worth a copy from now on
                     each.passing[pool] &= ~share
                     self.backups.mark_dirty(each)
@@ -212,59 +216,65 @@ class Paths:
         its pages the tree now knows.
         """
         tail, _, known = self.find(lease.root, lease.tokens)
+        given = [_positions(slots) for slots in pages]
         chains = self.slot_pools.chains
-        end = known
         if chains:
-            end = min(self._reach(pages[pool], known) for pool in chains)
+            end = known + min([boundaries.leading(given[pool] >> known) for pool in chains])
         else:
-            end = max([known, *(position + 1 for slots in pages for position in slots)])
+            end = max([known, *[bits.bit_length() for bits in given]])
         if end > known:
             tail = self._lengthen(tail, known, end, lease)
             if self._state.hot is not None:
                 self._state.hot.came(lease.root, tail, known, end)
         self.mark_ends(tail, end, lease.ends)
         for pool, slots in enumerate(pages):
+            if not slots:
+                continue
             place = self.slot_pools.place(tier, pool)
-            passing = self._passing(lease, pool)
-            row = end - known if pool in chains else 0  # new positions, all in one run: added at once
-            for position, slot in slots.items() if row < len(slots) else ():
-                if row and known <= position < end:
-                    continue
-                if position >= end or not self.backups.make_resident(covering(tail, position), place, position, slot):
-                    self.counters.duplicates += 1
-                    self.slot_pools.give_back(place, slot, lease.root)
+            passing = self._passing(lease, pool) if lease.passing else 0
+            row = given[pool] & span(known, end)  # new positions, all in one run: added at once if they reach its end
+            if row + (row & -row) != 1 << end:
+                row = 0
+            back = 0  # positions of which the tree has a page already, or cannot have one
+            for run, share in upward(tail, given[pool] & ones(known)):
+                back |= (share & run.here[place] & ~run.bad[place]) << run.first
+            rest = given[pool] & ~(row | back)
+            for position in members(rest) if rest else ():
+                if position >= end or not self.backups.make_resident(
+                    run := covering(tail, position), place, position, slots[position]
+                ):
+                    back |= 1 << position
                 elif passing >> position & 1:
-                    self._note_passing(covering(tail, position), place, position)
+                    self._note_passing(run, place, 1 << position - run.first)
             if row:
-                self.slot_pools.make_row_resident(tail, place, known, [slots[at] for at in range(known, end)])
+                self.slot_pools.make_row_resident(tail, place, [slots[at] for at in members(row)])
+                if passing & row:
+                    self._note_passing(tail, place, (passing & row) >> tail.first)
+            if back:
+                self.counters.duplicates += back.bit_count()
+                self.slot_pools.give_back(place, [slots[at] for at in members(back)], lease.root)
             if stored:
-                for run, share in upward(tail, boundaries.of(slots) & ones(end)):
+                for run, share in upward(tail, given[pool] & ones(end)):
                     self.slot_pools.store(run, pool, share)
-        if not stored:
-            for run, _ in upward(tail, boundaries.of(at for slots in pages for at in slots) & ones(end)):
+        if not stored and self.backups.has_host:
+            for run, _ in upward(tail, boundaries.union(given) & ones(end)):
                 self.backups.mark_dirty(run)
         return tail, end
 
     def _passing(self, lease: Lease, pool: int) -> int:
         """The positions of a lease's windows and states that are kept only while there is room."""
         lookback = self.lookbacks[pool]
-        if lookback is None or not lease.passing:
+        if lookback is None:
             return 0
         return read_before(lease.passing, lookback) & ~read_before(lease.snapshots | lease.ends, lookback)
 
-    def _note_passing(self, run: Run, place: int, position: int) -> None:
-        """A page has come that is worth no copy, unless another prompt ended there or another tier has it."""
-        pool, local = place % len(self.pools), 1 << position - run.first
+    def _note_passing(self, run: Run, place: int, local: int) -> None:
+        """Pages have come that are worth no copy, unless another prompt ended there or another tier has them."""
+        pool = place % len(self.pools)
         lookback = self.lookbacks[pool]
         assert lookback is not None
         known = read_before(run.ends << 1, lookback) | self.slot_pools.elsewhere(run, place) | run.stored[pool]
         run.passing[pool] |= local & ~known
-
-    def _reach(self, slots: dict[int, int], start: int) -> int:
-        """The end of the slots that follow a position without a gap."""
-        while start in slots:
-            start += 1
-        return start
 
     def _lengthen(self, tail: Run, known: int, end: int, lease: Lease) -> Run:
         """Add positions [known, end) of a prompt below the run where it left the tree."""
@@ -272,7 +282,7 @@ class Paths:
         followed = self.slot_pools.ghosts.came(lease.root, lease.tokens, known, end)
         tokens = lease.tokens[known * self.width : end * self.width]
         named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
-        heads = lease.heads[known * tail.head_bytes : end * tail.head_bytes]
+        heads = lease.heads and lease.heads[known * tail.head_bytes : end * tail.head_bytes]
         if known < tail.end:
             tail = self.slot_pools.split(tail, known)
         # What goes on from a prompt's end is a run of its own: the states at that end are used less often than it.
@@ -287,3 +297,11 @@ class Paths:
         tail.children[tokens[: self.width]], child.followed, child.used_s = child, followed, self._state.now
         child.heads = heads
         return child
+
+
+def _positions(slots: dict[int, int]) -> int:
+    """The positions that have slots; mostly they have no gap."""
+    if not slots:
+        return 0
+    first, last = min(slots), max(slots)
+    return span(first, last + 1) if last - first < len(slots) else boundaries.of(slots)

@@ -252,7 +252,7 @@ class Prefetch:
         for pool, slots in enumerate(taken):
             self.held[pool] += len(slots)
             lease.probed[pool] &= ~need[pool]  # a page whose fetch fails is not fetched again
-            lease.asked[pool] |= need[pool]
+        lease.asked = [asked | bits for asked, bits in zip(lease.asked, need, strict=True)]
         # Shallow pages first: if patience runs out, the pages that have arrived are a prefix.
         pages.sort(key=lambda page: page.position)
         for start in range(0, len(pages), self.config.batch_pages):
@@ -290,7 +290,7 @@ class Prefetch:
             if good and _still_named(lease, op.named, page.position):
                 late[page.pool][page.position] = page.target
             else:
-                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), page.target, lease.root)
+                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), [page.target], lease.root)
         if any(late):
             self.counters.late += sum(map(len, late))
             self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not op.void)
@@ -299,8 +299,7 @@ class Prefetch:
     def land(self, lease: Lease) -> None:
         """Give the landed pages to the tree, as deep as they reach; the lease pins them until they are loaded."""
         landed, lease.landed = _ascending(lease.landed), [{} for _ in self.pools]
-        for pool, slots in enumerate(landed):
-            lease.fetched[pool] |= of(slots)
+        lease.fetched = [came | of(slots) for came, slots in zip(lease.fetched, landed, strict=True)]
         tail, end = self.paths.insert(lease, Tier.HOST, landed, stored=True)
         lease.asked = [asked & ~(of(slots) & ones(end)) for asked, slots in zip(lease.asked, landed, strict=True)]
         held, prefix_pins = lease.held, lease.prefix_pins
@@ -318,9 +317,9 @@ class Prefetch:
         self._give_share_back(lease)
 
     def _give_share_back(self, lease: Lease) -> None:
-        for pool, lent in enumerate(lease.lent):
-            self.held[pool] -= lent
-            lease.lent[pool] = 0
+        if any(lease.lent):
+            self.held = [held - lent for held, lent in zip(self.held, lease.lent, strict=True)]
+            lease.lent = [0] * len(self.pools)
 
 
 def _still_named(lease: Lease, named: bytes, position: int) -> bool:

@@ -91,7 +91,9 @@ class Resuming(State):
             boundary = near if memory == device else deepest(self.paths.legal(memory, lease) & allowed)
             if (boundary - near) * self.config.page_tokens < self.config.policies.load_at_least:
                 boundary = min(boundary, near)
-            need = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
+            need = []  # where the device alone can serve, it lacks nothing
+            if boundary != near:
+                need = [needed(boundary, back) & ~here for back, here in zip(self.lookbacks, device, strict=True)]
             if not any(need):
                 self._note_found(lease, path, known, memory)
                 self._resume(lease, boundary, run, known, device)
@@ -109,7 +111,7 @@ class Resuming(State):
                 source = covering(run, position).slot(self.slot_pools.place(Tier.HOST, pool), position)
                 pages.append(Moving(pool, position, source, slot))
                 lease.loaded |= 1 << position
-            lease.asked[pool] |= bits
+        lease.asked = [asked | bits for asked, bits in zip(lease.asked, need, strict=True)]
         pages.sort(key=lambda page: page.position)
         self.copies.send(Op(LOAD, pages, lease, run))  # in one piece, so that it can be copied layer by layer
 
@@ -141,7 +143,8 @@ class Resuming(State):
         self._note_ends(lease, run)
         lease.move(Cause.READY)
         if lease.reads:
-            self._drop_loaded(lease, run)
+            if any(lease.fetched):
+                self._drop_loaded(lease, run)
             self.slot_pools.touch(run, self.paths.near(lease.boundary))
             self._count_use(lease, run)
             if self.copies.storage and any(lease.fetched):
@@ -214,7 +217,7 @@ class Resuming(State):
         assert not op.verified & ~end.good, "a request resumed from a page whose copy has failed"
         for i, page in enumerate(op.pages):
             if not op.given >> i & 1:
-                self.slot_pools.give_back(page.pool, page.target, op.lease.root)
+                self.slot_pools.give_back(page.pool, [page.target], op.lease.root)
             if any((run := covering(op.run, page.position)).bad):
                 self.backups.heal(run)
         self._drop_loaded(op.lease, op.run)
@@ -241,7 +244,7 @@ class Resuming(State):
             if op.verified is not None:  # another rank may be copying a page that is bad here
                 op.given |= resident << i
             elif not resident:
-                self.slot_pools.give_back(page.pool, page.target, op.lease.root)
+                self.slot_pools.give_back(page.pool, [page.target], op.lease.root)
             if any(run.bad):
                 self.backups.heal(run)
         if op.given:

@@ -159,10 +159,11 @@ class SlotPools:
 
     def root(self, key: bytes) -> Run:
         """The empty run above all prompts that share this root key."""
-        if key not in self.roots:
+        root = self.roots.get(key)
+        if root is None:
             self.shape += 1
-            self.roots[key] = Root(key, len(self.pools), self.page_tokens, len(self.memory))
-        return self.roots[key]
+            root = self.roots[key] = Root(key, len(self.pools), self.page_tokens, len(self.memory))
+        return root
 
     def runs(self) -> Iterator[Run]:
         """All runs of the tree, parents first."""
@@ -174,7 +175,8 @@ class SlotPools:
 
     def forget(self, key: bytes) -> None:
         """Drop a root without runs, so that salts out of use cost no memory."""
-        if key in self.roots and not self.roots[key].children:
+        root = self.roots.get(key)
+        if root is not None and not root.children:
             self.shape += 1
             del self.roots[key]
 
@@ -202,27 +204,29 @@ class SlotPools:
             self.residency.moved(run, place, 1 << position - run.first, entered=True)
         self._offer_all(run, place)
 
-    def make_row_resident(self, run: Run, place: int, position: int, slots: Sequence[int]) -> None:
-        """The same for all pages from `position` to the end of a run."""
+    def make_row_resident(self, run: Run, place: int, slots: Sequence[int]) -> None:
+        """The same for the last pages of a run, which are new."""
         if not run.here[place]:
             run.came_s[place] = self._state.now
-        run.put_row(place, position, slots)
+        run.put_row(place, slots)
         if self.residency is not None:
-            self.residency.moved(run, place, span(position - run.first, run.pages), entered=True)
+            self.residency.moved(run, place, span(run.pages - len(slots), run.pages), entered=True)
         self._offer_all(run, place)
 
     def _offer_all(self, run: Run, place: int) -> None:
         """A page became resident: it may be evicted, and so may its copies in other tiers now."""
         self._note_inside(run, place)
         self.offer(run, place)
-        for other in self.others(place):
-            self.offer(run, other)
+        for other in self._others[place]:
+            if run.here[other]:
+                self.offer(run, other)
 
     def lengthened(self, run: Run) -> None:
         """A run has new positions: those that were its last are inside of it now."""
-        for place in range(len(self.capacity)):
-            self._note_inside(run, place)
-            self.offer(run, place)
+        for place, here in enumerate(run.here):
+            if here:
+                self._note_inside(run, place)
+                self.offer(run, place)
 
     def _note_inside(self, run: Run, place: int) -> None:
         lookback = self._lookbacks[place]
@@ -291,32 +295,34 @@ class SlotPools:
         if self.salt_shares is not None:
             self.salt_shares.charge(root_of(run).named, place, -pages)
 
-    def give_back(self, place: int, slot: int, root: bytes) -> None:
-        """A slot that a lease or a copy owned, for prompts under this root key, is free again."""
-        self._free(place, [slot])
-        if self.salt_shares is not None:
-            self.salt_shares.charge(root, place, -1)
+    def give_back(self, place: int, slots: Sequence[int], root: bytes) -> None:
+        """Slots that a lease or a copy owned, for prompts under this root key, are free again."""
+        self._free(place, slots)
+        if slots and self.salt_shares is not None:
+            self.salt_shares.charge(root, place, -len(slots))
 
     def _free(self, place: int, slots: Sequence[int]) -> None:
         self.free[place].extend(slots)
-        number, pool = divmod(place, len(self.pools))
-        if (extents := self.extents[number]) is not None:
-            extents.give(pool, slots)
+        if (extents := self.extents[place // len(self.pools)]) is not None:
+            extents.give(place % len(self.pools), slots)
         if self.freed is not None:
             self.freed += [(place, slot) for slot in slots]
 
     def touch(self, run: Run, positions: int) -> None:
-        """The runs that hold these positions have just been used."""
+        """The runs that hold these positions have just been used: a request uses the pages up to `run`."""
         self.tick += 1
         for each, _ in upward(run, positions):
             each.used = self.tick
-        self.ages.used(run, self._state.now)
+        at, now = run, self._state.now
+        while at.parent is not None:
+            at.used_s = now
+            at = at.parent
 
     def pin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: tuple[Tier, ...] = MEMORY_TIERS) -> None:
         """Pin in these tiers all pages at `positions`, and the chains' pages at `prefix_pins`. Pinned positions stay in
         the tree, whichever tier has their chains."""
         numbers = self._memory_in[tiers]
-        for each, share in upward(run, positions):
+        for each, share in upward(run, positions) if positions else ():
             for tier in numbers:
                 each.pins[tier].add(share)
         for each, share in upward(run, prefix_pins):
@@ -325,7 +331,7 @@ class SlotPools:
 
     def unpin(self, run: Run, positions: int, prefix_pins: int = 0, tiers: tuple[Tier, ...] = MEMORY_TIERS) -> None:
         numbers = self._memory_in[tiers]
-        for each, share in upward(run, positions):
+        for each, share in upward(run, positions) if positions else ():
             for tier in numbers:
                 each.pins[tier].remove(share)
             self._let_go(each)
@@ -368,8 +374,9 @@ class SlotPools:
 
     def offer_all(self, run: Run) -> None:
         """The same in every slot pool."""
-        for place in range(len(self.capacity)):
-            self.offer(run, place)
+        for place, here in enumerate(run.here):
+            if here:
+                self.offer(run, place)
 
     def droppable(self, run: Run, place: int) -> int:
         """The local positions of a run whose page may leave a slot pool now."""
@@ -526,8 +533,8 @@ class SlotPools:
             for other in others:
                 stuck |= lost if run.kids[other] else lost & ones(run.here[other].bit_length())
         moving = 0
-        if lost:
-            moving = self._state.backups.rescue(run, place, lost, stuck)
+        if lost and (copied := self._state.backups.rescue(run, place, lost, stuck)) is not None:
+            moving = copied
             # Evicting for the copies' targets may have dropped other pages, also of this run.
             take &= self.droppable(run, place) | moving
         safe = self.elsewhere(run, place)
@@ -564,22 +571,21 @@ class SlotPools:
             assert not run.pinned() >> start, "a pinned position lost its page"
             if any(run.here):
                 gone = span(start, run.pages)
-                for pool in range(len(self.pools)):
+                for pool in range(len(self.pools)) if self._state.backups.counts_dropped else ():
                     if good := self.good(run, pool) & gone:
                         self._state.backups.count_dropped(run, pool, good)
                 for place, here in enumerate(run.here):
-                    for local in members(here & gone):
-                        self.leave(run, place, run.first + local)
-                        self.evicted[place] += 1
+                    if here & gone:
+                        self._leave_all(run, place, here & gone)
             self._remember(run, start, tier)
             if start:
                 run.trim(alive)
                 return
             run.detach()
             for number, order in self.orders.items():
-                order.forget(run, stands=bool(run.queued >> number & 1))
+                order.forget(run, bool(run.queued >> number & 1))
             for bit, order in self.salt_shares.of(run) if self.salt_shares is not None else ():
-                order.forget(run, stands=bool(run.queued >> bit & 1))
+                order.forget(run, bool(run.queued >> bit & 1))
             run.queued = 0
             self._state.backups.removed(run)
             if isinstance(parent, Root):
@@ -634,10 +640,11 @@ class SlotPools:
         if len(self.free[place]) < wanted:
             self.make_room(place, wanted - len(self.free[place]), spare)
         free = self.free[place]
-        slots = [free.pop() for _ in range(min(wanted, len(free)))]
-        number, pool = divmod(place, len(self.pools))
-        if (extents := self.extents[number]) is not None:
-            extents.take(pool, slots)
+        keep = max(0, len(free) - wanted)
+        slots = free[keep:].tolist()[::-1]
+        del free[keep:]
+        if (extents := self.extents[place // len(self.pools)]) is not None:
+            extents.take(place % len(self.pools), slots)
         if slots and self.salt_shares is not None:
             self.salt_shares.charge(root, place, len(slots))
         return slots

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvarve.boundaries import members, of
+from kvarve.boundaries import members
 from kvarve.errors import ConfigError
 
 
@@ -28,15 +28,18 @@ class Snapshots:
         For a prompt of `pages` full pages that can be resumed at most at `limit` when it comes again, that branches off
         known prompts after `branch` pages (0: nowhere), and whose boundaries `kept` have their windows and states.
         """
-        marks: set[int] = set()
+        marks: list[int] = []
         if self.ends:
-            marks |= {pages, limit}
+            marks += pages, limit
         if self.branches:
-            marks.add(branch)
+            marks.append(branch)
         if self.every:
             step = max(1, self.every // page_tokens)
-            marks.update(range(step, pages + 1, step))
-        wanted = of({mark // grid * grid for mark in marks} - {0})
+            marks += range(step, pages + 1, step)
+        wanted = 0
+        for mark in marks:
+            wanted |= 1 << mark // grid * grid
+        wanted &= ~1
         return self._admitted(wanted, kept, page_tokens) if self.gap else wanted
 
     def _admitted(self, wanted: int, kept: int, page_tokens: int) -> int:

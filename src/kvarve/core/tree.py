@@ -6,7 +6,7 @@ policies.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -16,6 +16,7 @@ from kvarve.keys import HEAD_BYTES, KEY_BYTES, TOKEN_BYTES, names
 from kvarve.model import MEMORY_TIERS
 
 NOWHERE = -1  # no slot
+UNTRACED = array("Q")  # of all runs whose hashes nobody has asked for; a run's array is replaced, never changed
 
 
 class Run:
@@ -73,7 +74,7 @@ class Run:
         self.tokens = tokens
         self.named = named
         self.heads = b""
-        self.traced = array("Q")
+        self.traced = UNTRACED
         self.width = page_tokens * TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
         places = tiers * pools
@@ -98,7 +99,7 @@ class Run:
 
     @property
     def end(self) -> int:
-        return self.first + self.pages
+        return self.first + len(self.tokens) // self.width
 
     @property
     def head_bytes(self) -> int:
@@ -111,7 +112,10 @@ class Run:
 
     def pinned(self) -> int:
         """The local positions that a lease or a copy needs in any tier: they stay in the tree."""
-        return boundaries.union(self.held(tier) for tier in range(len(self.pins)))
+        held = 0
+        for pins in (*self.pins, *self.prefix_pins):
+            held |= pins.held()
+        return held
 
     @property
     def keys(self) -> bytes:
@@ -136,10 +140,11 @@ class Run:
         for run in reversed(untraced):
             assert run.parent is not None
             before = run.traced or run.parent.traced
-            trace = before[-1] if before else xxh3_64_intdigest(run.parent.named)
+            trace, more = before[-1] if before else xxh3_64_intdigest(run.parent.named), array("Q")
             for at in range(len(run.traced) * run.width, len(run.tokens), run.width):
                 trace = xxh3_64_intdigest(run.tokens[at : at + run.width], trace)
-                run.traced.append(trace)
+                more.append(trace)
+            run.traced = run.traced + more
         return self.traced
 
     def key(self, position: int) -> bytes:
@@ -160,17 +165,18 @@ class Run:
         if local == 0 and self.parent is not None:
             self.parent.kids[place] += 1
 
-    def put_row(self, place: int, position: int, slots: Sequence[int]) -> None:
-        """Make all positions from `position` to the end of the run resident; none of them may be so."""
-        local = position - self.first
+    def put_row(self, place: int, slots: Sequence[int]) -> None:
+        """Make the last positions of the run resident; none of them may be so."""
+        end = self.pages
+        local = end - len(slots)
         table = self.slots[place]
         if table is None:
             table = self.slots[place] = array("i")
-        assert not self.here[place] >> local and local + len(slots) == self.pages, "a row reaches to the end of its run"
+        assert local >= 0 and not self.here[place] >> local, "two slots for one page"
         del table[local:]
         table.extend([NOWHERE] * (local - len(table)))
         table.extend(slots)
-        self.here[place] |= boundaries.span(local, local + len(slots))
+        self.here[place] |= boundaries.span(local, end)
         if local == 0 and self.parent is not None:
             self.parent.kids[place] += 1
 
@@ -225,7 +231,7 @@ class Run:
         self.tokens = self.tokens[: keep * self.width]
         self.named = self.named[: keep * KEY_BYTES]
         self.heads = self.heads[: keep * self.head_bytes]
-        del self.traced[keep:]
+        self.traced = self.traced[:keep] or UNTRACED
         mask = boundaries.ones(keep)
         self.ends &= mask
         self.passing = [bits & mask for bits in self.passing]
@@ -247,7 +253,7 @@ class Run:
         front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.named[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
         front.heads, self.heads = self.heads[: cut * self.head_bytes], self.heads[cut * self.head_bytes :]
-        front.traced, self.traced = self.traced[:cut], self.traced[cut:]
+        front.traced, self.traced = self.traced[:cut] or UNTRACED, self.traced[cut:] or UNTRACED
         front.used, front.uses, front.failed_backups, front.priority = (
             self.used,
             self.uses,
@@ -286,7 +292,7 @@ class Run:
         del self.parent.children[self.tokens[: self.width]]
         self.parent.followed = True
         self.tokens = self.named = self.heads = b""
-        self.traced = array("Q")
+        self.traced = UNTRACED
 
 
 class Root(Run):
@@ -328,16 +334,17 @@ def traces_of(tail: Run, known: int, tokens: bytes) -> list[int]:
     return traces
 
 
-def upward(run: Run, positions: int) -> Iterator[tuple[Run, int]]:
+def upward(run: Run, positions: int) -> list[tuple[Run, int]]:
     """The runs from `run` towards the root that hold any of `positions`, each with its share as local positions."""
+    shares: list[tuple[Run, int]] = []
     at: Run | None = run
     while positions:
         assert at is not None
-        share = positions >> at.first
-        if share:
-            yield at, share
-            positions &= boundaries.ones(at.first)
+        if share := positions >> at.first:
+            shares.append((at, share))
+            positions &= (1 << at.first) - 1
         at = at.parent
+    return shares
 
 
 def same_pages(left: bytes, right: bytes, start: int, pages: int, width: int) -> int:
@@ -366,7 +373,8 @@ def walk(root: Run, tokens: bytes) -> tuple[list[Run], int]:
         if child is None:
             return passed, at // width
         passed.append(child)
-        if not in_tokens(child.tokens, at):
-            return passed, at // width + same_pages(child.tokens, tokens, at, child.pages, width)
-        at += len(child.tokens)
+        theirs = child.tokens
+        if not in_tokens(theirs, at):
+            return passed, at // width + same_pages(theirs, tokens, at, child.pages, width)
+        at += len(theirs)
         run = child

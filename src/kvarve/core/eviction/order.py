@@ -120,7 +120,9 @@ class Ranked(Order):
         """A run is the next victim."""
 
     def forget(self, run: Run, stands: bool) -> None:
-        self._dead += stands
+        if not stands:
+            return
+        self._dead += 1
         if 2 * self._dead > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2].tokens]
             heapify(self._heap)

@@ -27,11 +27,11 @@ def runs(core: Core) -> Iterator[Run]:
         stack.extend(run.children.values())
 
 
-def _pinned(run: Run) -> list[list[int]]:
+def _pinned(run: Run) -> list[tuple[int, ...]]:
     return [pins._planes for pins in (*run.pins, *run.prefix_pins)]
 
 
-def _run_facts(run: Run) -> tuple[Any, list[list[int]]]:
+def _run_facts(run: Run) -> tuple[Any, list[tuple[int, ...]]]:
     return _known_of_run(run), _pinned(run)
 
 
