@@ -46,6 +46,7 @@ def test_the_clients_of_sglang_run_unmodified_and_report_the_hits(tmp_path: Path
             ["--backend", "sglang-oai-chat"],
             ["--backend", "sglang-oai-chat"],
             ["--backend", "vllm", "--flush-cache"],
+            ["--backend", "sglang-oai"],
         ]
         host = [f"--host={urlsplit(url).hostname}", f"--port={urlsplit(url).port}"]
         gsm8k = [f"--data-path={questions}", "--num-shots=3", "--num-questions=3", "--max-new-tokens=4", "--parallel=2"]
@@ -60,8 +61,8 @@ def test_the_clients_of_sglang_run_unmodified_and_report_the_hits(tmp_path: Path
         assert (each["completed"], each["total_output_tokens"]) == (PROMPTS, PROMPTS * NEW), told[-4000:]
         assert each["server_info"]["page_size"] == 64
         assert each["mean_ttft_ms"] > 0
-    cold, warm, _, chat, _ = (each["cache_report"] for each in figures)
+    cold, warm, _, chat, _, completions = (each["cache_report"] for each in figures)
     assert cold["total_cached_tokens"] == 0
-    for report in (warm, chat):
+    for report in (warm, chat, completions):
         assert report["total_cached_tokens"] == report["device_cached_tokens"] >= PROMPTS * 256
     assert "Accuracy: " in told
