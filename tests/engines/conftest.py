@@ -19,12 +19,15 @@ from tiny_models import MODELS  # noqa: E402
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """All tests with a model run in one process, which starts the model's engines once."""
+    """All tests with a model run in one process, which starts the model's engines once; so do all of a file of clients,
+    which share a server."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModel(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((name for name in MODELS if f"[{name}-" in nodeid), nodeid)
+            file = nodeid.partition("::")[0]
+            alone = file if file.endswith("_clients.py") else nodeid
+            return next((name for name in MODELS if f"[{name}-" in nodeid), alone)
 
     return ByModel(config, log)
 

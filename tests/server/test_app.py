@@ -290,7 +290,7 @@ def test_metrics_count_what_usage_says(client: httpx.Client, song: str, salt: st
         ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
         ({"max_tokens": -5}, "max_tokens must be at least 1"),
         ({"max_tokens": "7"}, "max_tokens"),
-        ({"max_tokens": 2000}, "max_tokens 2000 together are more than the 1024"),
+        ({"max_tokens": 2000}, "with max_tokens 2000 the prompt is too long"),
         ({"temperature": -1}, "temperature must be between 0 and 100"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p must be above 0"),
@@ -399,7 +399,7 @@ def test_a_known_field_that_asks_for_nothing_is_fine(client: httpx.Client, harml
         ({"top_logprobs": 2}, "top_logprobs need logprobs to be true"),
         ({"logprobs": False, "top_logprobs": 2}, "top_logprobs need logprobs to be true"),
         ({"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
-        ({"messages": [{"role": "user", "content": "x" * 1024}]}, "context of 1024 tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 1024}]}, "context length is 1024 tokens"),
     ],
 )
 def test_a_chat_that_cannot_be_is_refused_in_one_clear_line(client: httpx.Client, wrong: Body, complaint: str) -> None:

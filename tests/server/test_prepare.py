@@ -213,7 +213,7 @@ def test_a_prompt_of_more_characters_than_the_context_has_room_for_is_not_even_t
     words = "x" * 4_000_000
     response = client.post(path, json={"prompt": words} if path == COMPLETIONS else in_a_chat(words))
     message = refused(response, 400)
-    assert "characters, so at least" in message and "context of 1024 tokens" in message
+    assert "characters, so at least" in message and "context length is 1024 tokens" in message
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == ("prompt" if path == COMPLETIONS else "messages")

@@ -64,6 +64,13 @@ def test_each_event_of_a_stream_has_the_whole_answer_so_far(client: httpx.Client
     assert "index" not in events[0]
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_usage_asked_for_as_of_openai_changes_no_stream(client: httpx.Client, song: str, wanted: bool) -> None:
+    events = pieces(client, text=song, stream_options={"include_usage": wanted})
+    assert [event["text"] for event in events] == [event["text"] for event in pieces(client, text=song)]
+    assert events[-1]["meta_info"]["completion_tokens"] == 9
+
+
 def test_a_batch_is_answered_by_a_list_in_its_order(client: httpx.Client, song: str, ids: list[int]) -> None:
     prompts = [song * 2, song[:20]]
     alone = [text(client, prompt, max_tokens=9) for prompt in prompts]
@@ -129,11 +136,12 @@ def test_logprobs_are_those_of_the_completions(client: httpx.Client, song: str) 
         ({"text": "a", "temperature": 0}, "temperature is not supported: sampling_params.temperature is its name here"),
         ({"text": "a", "logprob_start_len": 0}, "logprob_start_len is not supported"),
         ({"text": "a", "lora_path": "x"}, "lora_path is not supported"),
+        ({"text": "a", "stream_options": {"continuous_usage_stats": True}}, "stream_options is not supported"),
         ({"text": "a", "image_data": "x"}, "image_data is not supported"),
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num needs return_logprob"),
         ({"text": "a", "rid": ["a", "b"]}, "rid must be a text, or a list of one for each answer"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 5000}}, "together are more than"),
-        ({"text": "a" * 5000}, "that is more than the context"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 5000}}, "with max_tokens 5000 the prompt is too long"),
+        ({"text": "a" * 5000}, "the prompt is too long"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_in_a_line(client: httpx.Client, body: Body, told: str) -> None:
@@ -167,7 +175,8 @@ def test_answers_of_openais_form_say_where_tokens_were_cached(
     first, *_, usage = stream(client, path, body | {"stream_options": {"include_usage": True}})
     assert "sglext" not in first and "sglext" not in usage
     *_, last = stream(client, path, body)
-    assert last["choices"] == []
+    nothing_said = [{"index": 0, "text": "", "logprobs": None, "finish_reason": None}]
+    assert last["choices"] == (nothing_said if path == COMPLETIONS else [])
     assert last["sglext"] == {"cached_tokens_details": {"device": 64, "host": 0, "storage": 0}}
     assert "sglext" not in client.post(path, json=body | {"return_cached_tokens_details": False}).json()
 

@@ -38,7 +38,7 @@ def test_the_tokens_of_a_chat_are_those_that_it_is_charged_for(client: httpx.Cli
         ("/tokenize", {}, "a request has prompt or messages, one of them"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "one of them"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt is not supported"),
-        ("/tokenize", {"prompt": "a" * 2000}, "that is more than the context"),
+        ("/tokenize", {"prompt": "a" * 2000}, "the prompt is too long"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0] has no content"),
         ("/detokenize", {}, "tokens: Field required"),

@@ -92,13 +92,13 @@ class Engine(Turns):
             check_tokens(sampling, vocabulary)
             if len(ids) + sampling.max_tokens > self.model.max_tokens:
                 raise TooLong(
-                    f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
-                    f"the {self.model.max_tokens} that {self.model.name} can attend to"
+                    f"with max_tokens {sampling.max_tokens} the prompt is too long: it has {len(ids)} tokens, and "
+                    f"this model's maximum context length is {self.model.max_tokens} tokens"
                 )
             if len(ids) + sampling.max_tokens - 1 > capacity:  # the last token is never computed
                 raise TooLong(
-                    f"the prompt's {len(ids)} tokens and max_tokens {sampling.max_tokens} together are more than "
-                    f"the {capacity} for which there is device memory"
+                    f"with max_tokens {sampling.max_tokens} the prompt is too long: it has {len(ids)} tokens, and "
+                    f"there is device memory for {capacity}"
                 )
         return ids
 

@@ -181,7 +181,7 @@ GENERATE: Neutral = {
     "return_cached_tokens_details": (True, False),  # its answers always have them
     "kv_transfer_params": ({},),
     "echo": (False,),
-    "stream_options": ({},),
+    "stream_options": ({}, {"include_usage": True}, {"include_usage": False}),  # each event counts the tokens
 }
 MESSAGE: Neutral = {  # of a chat
     "function_call": ({},),

@@ -130,10 +130,12 @@ class OpenAIForm(Form):
             yield self._chunk(index, {"text": text}, finish, likelihoods) | _transfer(ticket)
 
     def closing(self, usage: ResponseUsage) -> Iterator[dict[str, Any]]:
-        """The chunks without choices: where tokens were cached, and the usage, if the request wants them."""
+        """The chunks after all answers: where tokens were cached, and the usage, if the request wants them."""
         head = self._head(self._kind_of_chunk) | {"choices": []}
         if self.details:
-            yield head | self._details(usage) | ({"usage": None} if self.include_usage else {})
+            # SGLang's benchmark of completions, unlike that of chats, reads the first choice of this chunk too.
+            chunk = head if self.chat else self._chunk(0, {"text": ""}, None)
+            yield chunk | self._details(usage) | ({"usage": None} if self.include_usage else {})
         if self.include_usage:
             yield head | {"usage": usage.json()}
 

@@ -95,8 +95,8 @@ class RequestPreparer:
         if tokens >= self._model.max_tokens:
             raise Refused(
                 400,
-                f"the prompt has {why}{tokens} tokens, and with one to answer that is more than the context of "
-                f"{self._model.max_tokens} tokens that {self._name} has",
+                f"the prompt is too long: it has {why}{tokens} tokens, the answer has one at least, and "
+                f"this model's maximum context length is {self._model.max_tokens} tokens",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -1,5 +1,7 @@
-"""Clients of SGLang, unmodified: for each list in the JSON of the first argument a module and its words."""
+"""Clients of SGLang, unmodified: for each list in the JSON of the first argument a module and its words, or
+MODULE:FUNCTION and its arguments."""
 
+import importlib
 import json
 import runpy
 import sys
@@ -11,6 +13,10 @@ import sglang_on_cpu
 
 sglang_on_cpu.prepare()
 
-for module, *words in json.loads(sys.argv[1]):
+for name, *words in json.loads(sys.argv[1]):
+    module, _, function = name.partition(":")
+    if function:
+        getattr(importlib.import_module(module), function)(**words[0])
+        continue
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__")
