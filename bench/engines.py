@@ -22,7 +22,6 @@ over those with vLLM's own tiering with the same memory; the lowest of the model
 """
 
 import mmap
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -170,26 +169,12 @@ def tier_rows(rounds: Sequence[dict[str, Taken]], size: Size) -> list[dict[str, 
     ]
 
 
-def vllm_python(given: Path | None) -> Path | None:
-    """The Python that has vLLM, or nothing if there is none where it is looked for."""
-    if given is not None:
-        if not given.exists():
-            raise SystemExit(f"--vllm-python: there is no {given}")
-        return given
-    usual = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
-    found = Path(os.environ.get("KVARVE_VLLM_PYTHON", usual))
-    if not found.exists():
-        print(f"Left out: what needs vLLM, for there is no {found}; make test-engines sets it up.")
-        return None
-    return found
-
-
 def main() -> int:
     parser = arguments("What does kvarve cost behind another engine, and what does it bring?")
     parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where the files are written; a temporary folder")
     parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="of the environment that has vLLM")
     args = parser.parse_args()
-    quick, about, python = args.quick, machine(), vllm_python(args.vllm_python)
+    quick, about, python = args.quick, machine(), vllm.python_of(args.vllm_python)
     size = QUICK if quick else Size()
     tables: dict[str, list[dict[str, object]]] = {}
     with tempfile.TemporaryDirectory(prefix="kvarve-bench-", dir=args.dir) as name:

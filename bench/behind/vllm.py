@@ -41,6 +41,20 @@ QUICK = Size(
 )
 
 
+def python_of(given: Path | None) -> Path | None:
+    """The Python that has vLLM, or nothing if there is none where it is looked for."""
+    if given is not None:
+        if not given.exists():
+            raise SystemExit(f"--vllm-python: there is no {given}")
+        return given
+    usual = ROOT / ".venv-vllm" / "bin" / "python"
+    found = Path(os.environ.get("KVARVE_VLLM_PYTHON", usual))
+    if not found.exists():
+        print(f"Left out: what needs vLLM, for there is no {found}; make test-engines sets it up.")
+        return None
+    return found
+
+
 class Engine:
     """A vLLM engine in another process. `call` asks it."""
 

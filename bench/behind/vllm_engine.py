@@ -33,6 +33,8 @@ MODELS["hybrid_100m"] = Model(
     "bfloat16",
     2048,
 )
+# Of 123 million parameters, made by bench/answers.py.
+MODELS["dense_100m"] = Model("qwen3", {}, "float32", 128)
 
 
 class Measured(Engine):

@@ -62,10 +62,9 @@ class Engine:
             skip_tokenizer_init=True,
             enforce_eager=True,
             enable_prefix_caching=True,
-            max_num_seqs=8,
             disable_log_stats=False,
             kv_transfer_config=transfer(seam, extra),
-            **({"max_model_len": 4096} | more),
+            **({"max_model_len": 4096, "max_num_seqs": 8} | more),
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
 
