@@ -77,12 +77,15 @@ def own(checkpoint: Path) -> Engine:
 
 def answered(engine: Engine, asked: Sequence[Sequence[int]], most: int) -> float:
     """Seconds until all answers are there."""
-    left, done = [len(asked)], threading.Event()
+    left, done = len(asked), threading.Event()
 
-    def take(output: OutputChunk) -> None:
-        left[0] -= output.finished is not None
-        if not left[0]:
-            done.set()
+    def take(piece: OutputChunk) -> None:
+        nonlocal left
+        if piece.finish is not None:
+            assert not piece.error, piece
+            left -= 1
+            if not left:
+                done.set()
 
     start = time.perf_counter()
     for prompt in asked:

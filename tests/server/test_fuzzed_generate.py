@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from pathlib import Path
@@ -144,16 +145,20 @@ class Maker:
         if what == 0:
             place.pop(name)
         elif what == 1:
-            place[name] = [place[name]] * dice.choice([1, 2, 300])
+            place[name] = [place[name]] * dice.choice([1, 2, 300 if len(places) < 100 else 2])
         elif what == 2:
             place[name] = str(place[name])
         elif what == 3:
-            body[dice.choice(OTHERS)] = dice.choice(ODD)
+            body[dice.choice(OTHERS)] = self.odd()
         elif what == 4 and isinstance(body.get("sampling_params"), dict):
-            body["sampling_params"][dice.choice(PARAMS)] = dice.choice(ODD)
+            body["sampling_params"][dice.choice(PARAMS)] = self.odd()
         else:
-            place[name] = dice.choice(ODD)
-        return body if dice.random() < 0.98 else dice.choice(ODD)
+            place[name] = self.odd()
+        return body if dice.random() < 0.98 else self.odd()
+
+    def odd(self) -> Any:
+        """One of `ODD`, of which a later alteration may change a part."""
+        return deepcopy(self.dice.choice(ODD))
 
     def content(self) -> bytes:
         """A body's bytes."""

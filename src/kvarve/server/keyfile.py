@@ -151,10 +151,8 @@ class Keyring:
         keys = () if self._path is None else read_keys(self._path)
         flags = {key.sha256: key.name for key in self._fixed}
         for key in keys:
-            if key.sha256 in flags:
-                raise ConfigError(
-                    f"{self._path}: {key.name} is the key that --{flags[key.sha256]} gives: which counts?"
-                )
+            if (flag := flags.get(key.sha256)) is not None:
+                raise ConfigError(f"{self._path}: {key.name} is the key that --{flag} gives: which limits count?")
         return self._fixed + keys
 
     def find(self, given: bytes, *, admin: bool) -> Key | None:

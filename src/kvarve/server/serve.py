@@ -371,6 +371,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             )
             place, listener = ends.enter_context(among)
             if place.rank:
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nothing here is read again
                 say(f"kvarve computes ranks of {settings.tp} for {settings.dist_init_addr}")
                 follow(settings, place)
                 return
