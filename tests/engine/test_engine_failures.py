@@ -294,7 +294,7 @@ def test_a_call_that_the_engine_did_not_make_in_time_is_never_made(make: Make) -
         ([], 1, "the prompt is empty"),
         ([1, VOCAB], 1, "outside the model's vocabulary of 300"),
         ([-1], 1, "outside the model's vocabulary"),
-        ([1] * 1000, 25, "more than the 1024 that qwen3_5 can attend to"),
+        ([1] * 1000, 25, "maximum context length is 1024 tokens"),
     ],
 )
 def test_a_request_that_can_never_be_answered_is_refused_and_takes_no_place(
@@ -332,7 +332,7 @@ def test_all_of_several_are_taken_or_none(make: Make) -> None:
     def three(most: int = 2) -> list[Request]:
         return [a_request(a_prompt(10, seed), most if seed == 2 else 2) for seed in range(3)]
 
-    with pytest.raises(ConfigError, match="more than the 1024"):
+    with pytest.raises(ConfigError, match="maximum context length is 1024 tokens"):
         engine.submit(*three(most=2000))
     with pytest.raises(ConfigError, match="5 requests at once are more than the 4 that the engine takes"):
         engine.submit(*three(), *three()[:2])
