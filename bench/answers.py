@@ -12,9 +12,6 @@ import json
 import random
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,17 +24,16 @@ from common import arguments, machine, show, watched, write_json
 from kvarve.config import CacheConfig
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, quiet_libraries
-from kvarve.engine.requests import OutputChunk, Request, Sampling
 from kvarve.engine.state import StateLayout
 from kvarve.model import ModelIdentity
 from kvarve.prefix_cache import PrefixCache
 from kvarve.testing.models import byte_tokenizer
+from server import through_engine
 
 MODEL, VOCABULARY = "dense_100m", 32768
 TOGETHER, THREADS = 16, 2
 PAGE, CHUNK = 64, 256
 GIB = 1 << 30
-PATIENCE_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -75,25 +71,6 @@ def own(checkpoint: Path) -> Engine:
     return Engine(model, PrefixCache(identity, CacheConfig(GIB)), max_running=TOGETHER).start()
 
 
-def answered(engine: Engine, asked: Sequence[Sequence[int]], most: int) -> float:
-    """Seconds until all answers are there."""
-    left, done = len(asked), threading.Event()
-
-    def take(piece: OutputChunk) -> None:
-        nonlocal left
-        if piece.finish is not None:
-            assert not piece.error, piece
-            left -= 1
-            if not left:
-                done.set()
-
-    start = time.perf_counter()
-    for prompt in asked:
-        engine.submit(Request(prompt, Sampling(most, ignore_eos=True), deliver=take))
-    assert done.wait(PATIENCE_S), "no answer"
-    return time.perf_counter() - start
-
-
 def main() -> int:
     parser = arguments((__doc__ or "").partition("\n")[0])
     parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="of the environment that has vLLM")
@@ -112,7 +89,7 @@ def main() -> int:
         try:
             for number in watched(range(size.rounds + 1), "round", size.rounds + 1):
                 asked = prompts(size, number)
-                took["kvarve serve"].append(answered(ours, asked, size.answer_tokens))
+                took["kvarve serve"].append(through_engine(ours, asked, size.answer_tokens))
                 if theirs is not None:
                     all_of_them = [*range(len(asked))]
                     messages = [[prompt] for prompt in asked]

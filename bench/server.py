@@ -47,9 +47,9 @@ def prompts(size: Size) -> list[list[int]]:
     return [[(stream * 37 + at * 11) % 251 for at in range(PROMPT)] for stream in range(size.streams)]
 
 
-def through_engine(engine: Engine, size: Size) -> float:
-    """Seconds until all are answered."""
-    left, done = size.streams, threading.Event()
+def through_engine(engine: Engine, asked: Sequence[Sequence[int]], tokens: int) -> float:
+    """Seconds until all prompts are answered with so many tokens each."""
+    left, done = len(asked), threading.Event()
 
     def take(piece: OutputChunk) -> None:
         nonlocal left
@@ -60,8 +60,8 @@ def through_engine(engine: Engine, size: Size) -> float:
                 done.set()
 
     start = time.perf_counter()
-    for prompt in prompts(size):
-        engine.submit(Request(prompt, Sampling(size.tokens, ignore_eos=True), read_cache=False, deliver=take))
+    for prompt in asked:
+        engine.submit(Request(prompt, Sampling(tokens, ignore_eos=True), read_cache=False, deliver=take))
     assert done.wait(PATIENCE_S), "no answer"
     return time.perf_counter() - start
 
@@ -107,7 +107,7 @@ def measure(size: Size) -> dict[str, list[float]]:
 
         took: dict[str, list[float]] = {"engine": [], "http": []}
         for number in watched(range(size.rounds + 1), "round", size.rounds + 1):
-            found = {"engine": through_engine(server.engine, size), "http": asked()}
+            found = {"engine": through_engine(server.engine, prompts(size), size.tokens), "http": asked()}
             if number:  # the first only warms up
                 for how, seconds in found.items():
                     took[how].append(seconds)

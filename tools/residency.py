@@ -38,12 +38,7 @@ class Watch:
         """Record what every core does in this context."""
         changes = {
             (Run, "put"): lambda run, place, position, slot: (run, place, 1 << position - run.first, True),
-            (Run, "put_row"): lambda run, place, position, slots: (
-                run,
-                place,
-                span(position - run.first, run.pages),
-                True,
-            ),
+            (Run, "put_row"): lambda run, place, slots: (run, place, span(run.pages - len(slots), run.pages), True),
             (Run, "take"): lambda run, place, position: (run, place, 1 << position - run.first, False),
             (Run, "take_tail"): lambda run, place, local: (run, place, span(local, run.pages), False),
         }

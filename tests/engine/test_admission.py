@@ -128,7 +128,7 @@ def test_a_prompt_that_exactly_fills_the_device_is_answered(family: str, determi
         request = engine.submit(a_request(a_prompt(room - most + 1, seed), most))
         turns(engine, lambda request=request: not engine.scheduler.waiting and not engine._accepted, at_most=300)
         assert request.result(0.1)[2].finish is Finish.LENGTH
-    with pytest.raises(ConfigError, match=f"there is device memory for {room}"):
+    with pytest.raises(ConfigError, match=f"there is device memory for {room}$"):
         engine.submit(a_request(a_prompt(room), 2))
 
 

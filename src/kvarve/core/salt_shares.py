@@ -117,8 +117,8 @@ class SaltShares:
                 self._cut(salt, budget)
 
     def _cut(self, salt: bytes, budget: int, more: int = 0) -> None:
-        """Evict a salt's own coldest pages until it could have so many more bytes. Pages that wait for a copy, or for a
-        slot to be copied to, are tried again in the next step."""
+        """Evict a salt's own coldest pages until the salt could have `more` bytes without exceeding its share. The next
+        step tries again to evict pages that wait for a copy, or for a slot to be copied to."""
         held, orders, slot_pools = self.held.get(salt), self.orders.get(salt), self._slot_pools
         if held is None or orders is None or held[budget] + more <= self.most[budget]:
             return

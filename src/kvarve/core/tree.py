@@ -16,7 +16,7 @@ from kvarve.keys import HEAD_BYTES, KEY_BYTES, TOKEN_BYTES, names
 from kvarve.model import MEMORY_TIERS
 
 NOWHERE = -1  # no slot
-UNTRACED = array("Q")  # of all runs whose hashes nobody has asked for; a run's array is replaced, never changed
+UNTRACED = array("Q")  # all runs without computed hashes share it; a run replaces its array, and never changes it
 
 
 class Run:
