@@ -50,11 +50,15 @@ def until(cache: PrefixCache, done: Callable[[], bool]) -> None:
 class Restore:
     """Prompts of 4,096 tokens, each computed once and then brought back from storage."""
 
-    def __init__(self, storage: str, ranks: int = 1, **among: Any) -> None:
-        """`among`: this rank and its agreement with the others, where there are `ranks`."""
+    def __init__(
+        self, storage: str, ranks: int = 1, meet: Callable[[], object] = lambda: None, **among: Any
+    ) -> None:
+        """`among`: this rank and its agreement with the others, where there are `ranks`; `meet` waits for all of them,
+        as a layer of a model does."""
         room = 4 * PROMPT_BYTES // ranks
         settings = CacheConfig(room, room, storage, policies=Policies(prefetch_policy="wait_complete"))
         self.cache, self._first = PrefixCache(identity(ranks), settings, **among), 0
+        self._meet = meet
         self.stored_s = 0.0  # from the last prompt's last page until storage had all
 
     def round(self) -> float:
@@ -68,6 +72,7 @@ class Restore:
             for buffer in cache.arena(name).values():
                 for position, slot in slots.items():
                     buffer[slot].fill_(_value(position))
+        self._meet()
         start = time.perf_counter()
         cache.publish(lease, PAGES)
         cache.close(lease)

@@ -146,9 +146,9 @@ def _emptied(folder: Path, ranks: Ranks, alone: bool) -> Iterator[str]:
 def _storage(task: Task, ranks: Ranks) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {"one put": [], "one get": [], "four put": [], "four get": []}
 
-    def run(name: str, count: int, **among: Any) -> None:
+    def run(name: str, count: int, *meet: Any, **among: Any) -> None:
         with _emptied(task.folder / name, ranks, count == 1) as url:
-            restore = Restore(url, count, **among)
+            restore = Restore(url, count, *meet, **among)
             for number in range(1 + task.size.prompts):
                 seconds = restore.round()
                 if number:  # the first one makes the files
@@ -161,7 +161,7 @@ def _storage(task: Task, ranks: Ranks) -> dict[str, list[Any]]:
         if not ranks.rank:
             run("one", 1)
         ranks.meet()
-        run("four", RANKS, rank=ranks.rank, agreement=ranks.again())
+        run("four", RANKS, ranks.meet, rank=ranks.rank, agreement=ranks.again())
         ranks.meet()
     return found
 

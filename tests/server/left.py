@@ -11,9 +11,11 @@ from pathlib import Path
 import httpx
 from talk import LONG_S, Body, complete, metrics, until
 
+from kvarve.memory.heap import bound_heaps
 from kvarve.server.serve import Server
 from kvarve.storage.file.index import DEFAULT_THREADS
 
+bound_heaps()  # as `kvarve serve` does before its threads start: else each has a heap of its own, which only grows
 # Those of a file store, which begin when it first moves several records at once.
 FILE_THREADS = Counter(f"kvarve files {what} {at}" for what in ("move", "sync") for at in range(DEFAULT_THREADS))
 ROOM_BYTES = 64 << 20  # beyond what a server takes once: its caches of bounded size, the heap's holes

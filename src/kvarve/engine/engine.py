@@ -253,7 +253,7 @@ class Engine(Turns):
         except TimeoutError:
             if not answer.cancel():  # it is being called at this moment
                 return answer.result()
-            raise Busy(f"the engine did not get round to it within {timeout_s:.0f} s") from None
+            raise Busy(f"the engine did not get round to it within {timeout_s:g} s") from None
 
     def _tell(self, order: Input) -> None:
         """Have the other ranks do something that this one does by itself."""

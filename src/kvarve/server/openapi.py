@@ -262,7 +262,7 @@ def _written(told: Operation, method: str, known: Json, keys: Keyring, bodies: d
         written["requestBody"] = {"required": told.needs_body, "content": content}
     content = {TEXT: {"schema": TEXT_}} if told.answer is None else {JSON: {"schema": told.answer}}
     if told.streams:
-        content[EVENTS] = {"schema": TEXT_}
+        content[EVENTS] = {"schema": _object(data=TEXT_)}  # of each event
     written["responses"][str(told.status)] = {"description": "the answer", "content": content}
     refused = {JSON: {"schema": {"$ref": _REF.format(model="Error")}}}
     for status in sorted(errors):
