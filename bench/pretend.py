@@ -50,9 +50,7 @@ def until(cache: PrefixCache, done: Callable[[], bool]) -> None:
 class Restore:
     """Prompts of 4,096 tokens, each computed once and then brought back from storage."""
 
-    def __init__(
-        self, storage: str, ranks: int = 1, meet: Callable[[], object] = lambda: None, **among: Any
-    ) -> None:
+    def __init__(self, storage: str, ranks: int = 1, meet: Callable[[], object] = lambda: None, **among: Any) -> None:
         """`among`: this rank and its agreement with the others, where there are `ranks`; `meet` waits for all of them,
         as a layer of a model does."""
         room = 4 * PROMPT_BYTES // ranks

@@ -25,7 +25,7 @@ from kvarve.worker import CLOSE_S, Attached, CacheWorker
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.002  # between two steps that ask the other ranks whether their copies have ended
+LOOK_S = 0.05  # between two steps of several ranks with copies in flight: for what else a rank may have to say
 LEAST_WAIT_S = 0.001  # after a deadline: by the time that the ranks agree on, it may pass only some steps later
 
 
@@ -61,6 +61,8 @@ class PrefixCache:
         identity = replace(identity, ranks=agreement.ranks)
         self.identity, self.pools, self.rank, self._clock = identity, identity.pools, rank, clock
         self.worker = CacheWorker(identity, config, device=device, storage=storage, rank=rank, clock=clock)
+        self._agreement, ends = agreement, self.worker.transfers.ends
+        ends.taken, ends.rings = agreement.happened, agreement.wake
         attached = self.worker.attached is not None
         self.scheduler = CacheScheduler(identity, config, self.worker.slots, storage=attached, agreement=agreement)
         self._listener: Listener | None = None
@@ -162,15 +164,18 @@ class PrefixCache:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a copy has ended, a request's patience has, or `wake` was called; at most `timeout_s`.
 
-        Of several ranks only rank 0 sleeps, as the others wait for its next step, and no longer than `POLL_S` while
-        copies are in flight: they may have ended on the other ranks.
+        Of several ranks only rank 0 sleeps, as the others wait for its next step; while copies are in flight, until one
+        has ended on all ranks, or for `LOOK_S`.
         """
         if self.rank:
             return True
-        if self.ranks > 1 and self.scheduler.in_flight():
-            timeout_s = min(timeout_s, POLL_S)
         patience_s = max(LEAST_WAIT_S, self.scheduler.patience_ends() - self._clock())
-        return self.worker.wait(min(timeout_s, patience_s)) or patience_s <= timeout_s
+        if self.ranks > 1 and self.scheduler.in_flight():
+            timeout_s = min(timeout_s, LOOK_S)
+            happened = self._agreement.wait(min(timeout_s, patience_s), self.worker.transfers.ends.woken)
+        else:
+            happened = self.worker.wait(min(timeout_s, patience_s))
+        return happened or patience_s <= timeout_s
 
     def now(self) -> float:
         """The time by the cache's clock."""

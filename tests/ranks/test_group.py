@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,76 @@ def test_an_event_is_one_of_all_ranks_once_it_has_happened_on_each(three: Ranks)
     step = three.turn(r0=([Verified(7, pages)], True, None), r1=([Ended(7, pages)], True, None))
     assert step.events == []
     assert three.turn(r0=([Ended(7, pages)], True, None)).events == [Ended(7, pages ^ 4, 4)]
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_rank_0_sleeps_until_an_event_has_happened_on_every_rank(three: Ranks, last: int) -> None:
+    for rank in {0, 1, 2} - {last}:
+        assert three.groups[rank].happened(Ended(7, 1))
+    assert not three.groups[0].wait(0.01, never)
+    exchanges = [group.exchanges for group in three.groups]
+    thread = threading.Thread(target=three.groups[last].happened, args=(Ended(7, 1),))
+    thread.start()
+    assert three.groups[0].wait(LONG_S, never)
+    thread.join()
+    assert [group.exchanges for group in three.groups] == exchanges, "no rank was asked"
+    assert three.turn().events == [Ended(7, 1)]
+    assert three.turn().events == []
+
+
+def test_whoever_wakes_rank_0_ends_its_wait(three: Ranks) -> None:
+    woken = threading.Event()
+
+    def wake() -> None:
+        woken.set()
+        three.groups[0].wake()
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    assert three.groups[0].wait(LONG_S, woken.is_set)
+    thread.join()
+    for _ in range(100_000):  # nobody hears it
+        three.groups[0].wake()
+    assert three.turn(says=b"x").said == b"x"
+
+
+def test_a_report_that_comes_while_rank_0_sleeps_is_of_the_next_turn(three: Ranks) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(group.agree, [Ended(7, 1)], 0.0) for group in three.groups[1:]]
+        assert not three.groups[0].wait(0.05, never)
+        assert three.groups[0].agree([Ended(7, 1)], 5.0) == AgreedStep([Ended(7, 1)], 5.0)
+        assert [each.result(LONG_S).events for each in others] == [[Ended(7, 1)]] * 2
+
+
+def test_what_happened_to_the_cache_before_is_no_event_of_this_one(three: Ranks) -> None:
+    before, three.groups = three.groups, [Group(star) for star in three.stars]
+    assert before[1].happened(Ended(7, 1)) and before[2].happened(Ended(7, 1))
+    assert three.turn(r0=([Ended(7, 2)], True, None)).events == []
+    assert three.groups[1].happened(Ended(7, 2)) and three.groups[2].happened(Ended(7, 2))
+    assert three.groups[0].wait(LONG_S, never)
+    assert three.turn().events == [Ended(7, 2)]
+
+
+def test_a_rank_whose_copies_go_on_while_it_is_stuck_is_named(impatient: Ranks) -> None:
+    def stuck(rank: int, group: Group) -> AgreedStep:
+        if rank == 1:
+            group.happened(Ended(7, 1))
+            return AgreedStep([], 0.0)
+        return _failed(group, "the sum took too long", stuck=True)
+
+    _, *others = sorted(map(str, impatient.each(stuck)))
+    assert all("rank 1: it is late" in each for each in others), others
+
+
+def test_a_rank_that_is_gone_hears_of_no_event(three: Ranks) -> None:
+    three.stars[0].close()
+    told = [three.groups[1].happened(Ended(op, 1)) for op in range(TURNS)]
+    assert not told[-1], "it is left for the next turn, which finds it"
+    three.groups[0].wake()
 
 
 def test_a_turn_with_nothing_in_flight_waits_for_no_rank(three: Ranks) -> None:

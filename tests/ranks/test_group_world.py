@@ -55,6 +55,9 @@ class Life:
                     self._fail(rank, group)
                 news: list[Event] = [Ended(op, dice.getrandbits(8), 0) for op, at in events.items() if at == turn]
                 news += [Began(op) for op, at in events.items() if at == turn + 2 and op % 2]
+                news = [event for event in news if dice.random() < 0.5 or not group.happened(event)]
+                if not rank and self.waiting[turn]:
+                    group.wait(dice.random() * WORK_S, lambda: False)
                 up, wish = dice.random() < 0.8, Proposal("attach") if turn % 7 < 3 else None
                 waiting = self.waiting[turn]
                 says = b"" if rank else b"turn %d" % turn

@@ -5,7 +5,7 @@ clocks, in whether storage answers, and in when a change of storage is requested
 scheduler turn.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvarve.core.effects import Began, Ended, Event, Verified, agreed
@@ -54,6 +54,20 @@ class Agreement(Protocol):
         `waiting`: whether anything is in flight, by what all ranks know alike; if not, none waits for another's events.
         `says`: of rank 0, for all ranks.
         """
+        ...
+
+    def happened(self, event: Event) -> bool:
+        """An event of this rank, the moment that it happens, from any thread. Whether the other ranks are told now; if
+        not, it has to be among those of a later `agree`."""
+        ...
+
+    def wait(self, timeout_s: float, woken: Callable[[], bool]) -> bool:
+        """On rank 0, between two turns with a copy in flight: sleep until something has happened on every rank, or
+        something is so, of which `wake` tells. False after `timeout_s`."""
+        ...
+
+    def wake(self) -> None:
+        """Have `wait` look again, from any thread."""
         ...
 
     def note(self, decided: bytes) -> None:
@@ -125,6 +139,15 @@ class Alone:
         says: bytes = b"",
     ) -> AgreedStep:
         return AgreedStep([*events], now, up, granted([proposal]), says)
+
+    def happened(self, event: Event) -> bool:
+        return False
+
+    def wait(self, timeout_s: float, woken: Callable[[], bool]) -> bool:
+        return True
+
+    def wake(self) -> None:
+        pass
 
     def note(self, decided: bytes) -> None:
         pass

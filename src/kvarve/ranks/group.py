@@ -4,13 +4,17 @@ A turn in which something is in flight begins with one exchange: every rank repo
 turn's inputs. In any other turn rank 0 sends the inputs and waits for no rank; what another rank has to say meanwhile
 (its storage went down, a change that it proposes) it sends unasked, and rank 0 makes the next turn an exchange.
 
+Events go to rank 0 the moment that they happen, so that it takes the next turn when one has happened on every rank.
+
 A rank that is late, dead or different ends the group: rank 0 names it, and tells the others before it closes.
 """
 
 import logging
 import struct
+import threading
 import zlib
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,8 +27,9 @@ log = logging.getLogger(__name__)
 KINDS: tuple[type[Event], ...] = (Began, Verified, Ended)
 _REPORT = struct.Struct("<BQIBQH")  # kind, turn, digest, flags, proposal, events
 _INPUTS = struct.Struct("<BQdBHI")  # kind, turn, time, flags, events, bytes of what rank 0 says
+_NEWS = struct.Struct("<BQ")  # kind, number of the group
 _EVENT = struct.Struct("<BQHH")
-REPORT, INPUTS, FAILED, STUCK, END = range(5)  # kinds of frames
+REPORT, INPUTS, FAILED, STUCK, END, NEWS = range(6)  # kinds of frames
 UP, PROPOSES, READY = 1, 2, 4  # flags of a report
 ALL_UP, GRANTED, REFUSED, ATTEND = 1, 2, 4, 8  # flags of inputs
 SLACK = 1.25  # a rank whose model waits for another one says so within the deadline; rank 0 waits a little longer
@@ -51,6 +56,12 @@ class Group:
         self._turn = 0
         self._digest = 0  # of what this rank's core has decided so far
         self._votes = Votes(star.ranks)
+        self._happened: list[Event] = []  # on every rank, and told to none yet
+        self._own = deque[Event]()  # of rank 0, not counted yet
+        self._came: list[tuple[int, bytes]] = []  # by other ranks, for the next turn
+        star.groups += 1
+        self._number = star.groups  # another group's late news are not this one's
+        self._sending = threading.Lock()  # of a rank's link to rank 0
         self._told = [Told() for _ in range(star.ranks)]
         self._said = Told()  # by this rank, in its last report
         self._attend = True  # the next turn is an exchange, whatever is in flight
@@ -95,6 +106,50 @@ class Group:
             return self._follow(mine, news, exchange)
         return self._lead(mine, news, now, exchange, says)
 
+    def happened(self, event: Event) -> bool:
+        """An event of this rank, from any thread: rank 0 knows it at once. Whether it does."""
+        if self._ended:
+            return False
+        if not self.rank:
+            self._own.append(event)
+            self._star.ring()
+            return True
+        try:
+            self._send(_NEWS.pack(NEWS, self._number) + _event_bytes(event))
+        except (Dead, Late):  # which the next turn finds too
+            return False
+        return True
+
+    def wake(self) -> None:
+        """End rank 0's `wait`, from any thread."""
+        self._star.ring()
+
+    def wait(self, timeout_s: float, woken: Callable[[], bool]) -> bool:
+        """Of rank 0, between two turns: sleep until something has happened on every rank, or `woken`, or a rank has
+        more to say than its report. False after `timeout_s`."""
+        end = self._star.clock() + timeout_s
+        while not self._any_happened() and not woken():
+            if not (ready := self._star.ready(max(0.0, end - self._star.clock()))):
+                return False
+            for rank in ready:
+                if not rank:
+                    continue  # it was rung for
+                try:
+                    frame = self._star.links[rank].receive()
+                except (Dead, Late):  # which the next turn finds too
+                    return True
+                if not self._is_news(rank, frame):
+                    self._came.append((rank, frame))
+                    if frame[:1] != bytes([REPORT]):
+                        return True
+        return True
+
+    def _any_happened(self) -> bool:
+        """Whether anything has on every rank, of which none is told yet."""
+        own = [self._own.popleft() for _ in range(len(self._own))]
+        self._happened += self._votes.merge([own, *([] for _ in range(1, self.ranks))])
+        return bool(self._happened)
+
     def fail(self, why: str, stuck: bool = False) -> str:
         """This rank cannot go on: tell the others; the text says which rank is at fault. The group has ended then.
 
@@ -106,7 +161,7 @@ class Group:
             verdict = f"rank {self.rank}: {why}"
             try:
                 with suppress(Dead):
-                    self._star.links[0].send(bytes([STUCK if stuck else FAILED]) + why.encode())
+                    self._send(bytes([STUCK if stuck else FAILED]) + why.encode())
                 while (frame := self._star.links[0].receive())[:1] != bytes([END]):
                     pass
                 verdict = frame[1:].decode(errors="replace")
@@ -124,8 +179,9 @@ class Group:
             self._wait(start_s)
             for link in self._star.links.values():
                 if self.rank:
-                    link.send(bytes([REPORT]))
-                link.receive()
+                    self._send(bytes([REPORT]))
+                while link.receive()[:1] == bytes([NEWS]):  # of a group before
+                    pass
             for link in self._star.links.values() if not self.rank else ():
                 link.send(bytes([INPUTS]))
             self._wait(self._patience_s)
@@ -145,7 +201,7 @@ class Group:
         try:
             if exchange or news or mine != self._said:
                 with suppress(Dead):  # rank 0 may have said why it ended before it closed
-                    link.send(self._report(mine, news))
+                    self._send(self._report(mine, news))
                 self._said = mine
             frame = link.receive()
         except Late:
@@ -168,6 +224,11 @@ class Group:
         decided = True if flags & GRANTED else False if flags & REFUSED else None
         return AgreedStep(happened, now, bool(flags & ALL_UP), decided, frame[at : at + said])
 
+    def _send(self, frame: bytes) -> None:
+        """To rank 0. Dead, Late."""
+        with self._sending:
+            self._star.links[0].send(frame)
+
     def _report(self, mine: Told, news: list[Event]) -> bytes:
         proposal = mine.proposal
         flags = UP * mine.up + PROPOSES * (proposal is not None) + READY * (proposal is not None and proposal.ready)
@@ -183,7 +244,9 @@ class Group:
         self._told[0] = mine
         reports: list[list[Event]] = [news, *([] for _ in range(1, self.ranks))]
         heard = self._hear(reports, exchange)
-        happened = self._votes.merge(reports)
+        self._any_happened()
+        happened, self._happened = self._happened + self._votes.merge(reports), []
+        happened.sort(key=lambda event: (KINDS.index(type(event)), event.op))
         up = all(told.up for told in self._told)
         proposals = [told.proposal for told in self._told]
         # Only of what all ranks say in this very turn: any of them may have given up what it said before.
@@ -205,21 +268,42 @@ class Group:
         unasked = False
         patience_s = self._star.deadline_s * SLACK
         end = self._star.clock() + patience_s
-        while ready := self._star.ready(max(0.0, end - self._star.clock()) if missing else 0.0):
-            for rank in ready:
-                try:
-                    frame = self._star.links[rank].receive()
-                except (Dead, Late) as e:
-                    self._part(rank, e)
+        came, self._came = self._came, []
+        while True:
+            for rank, frame in came:
                 turn = self._take(rank, frame, reports)
                 unasked |= turn < self._turn or not exchange
                 if turn == self._turn:
                     missing.discard(rank)
             if exchange and not missing:
                 break
+            if not (ready := self._star.ready(max(0.0, end - self._star.clock()) if missing else 0.0)):
+                break
+            came = []
+            for rank in filter(None, ready):
+                try:
+                    frame = self._star.links[rank].receive()
+                except (Dead, Late) as e:
+                    self._part(rank, e)
+                if not self._is_news(rank, frame):
+                    came.append((rank, frame))
         if missing:
             self._part_late(missing)
         return unasked
+
+    def _is_news(self, rank: int, frame: bytes) -> bool:
+        """Whether a frame only tells of events, which count from now on."""
+        if frame[:1] != bytes([NEWS]):
+            return False
+        try:
+            _, number = _NEWS.unpack_from(frame)
+            if number == self._number:
+                news: list[list[Event]] = [[] for _ in range(self.ranks)]
+                news[rank], _ = _read_events(frame, _NEWS.size, 1)
+                self._happened += self._votes.merge(news)
+        except (struct.error, IndexError):
+            raise GroupEnded(self._end({rank: UNREADABLE}, set())) from None
+        return True
 
     def _take(self, rank: int, frame: bytes, reports: list[list[Event]]) -> int:
         """One report; its turn."""
@@ -254,9 +338,10 @@ class Group:
         """End the group. The ranks `asked` have a moment to say anything: those that are dead or silent then are at
         fault, whatever the others say."""
         end, silent = self._star.clock() + GRACE * self._star.deadline_s, set(asked)
+        silent -= {rank for rank, _ in self._came}
         dead: dict[int, str] = {}
         while silent and not dead and (ready := self._star.ready(max(0.0, end - self._star.clock()))):
-            for rank in ready:
+            for rank in filter(None, ready):
                 try:
                     frame = self._star.links[rank].receive()
                 except (Dead, Late):
@@ -264,6 +349,8 @@ class Group:
                     self._star.leave(rank)
                     silent.discard(rank)
                     continue
+                if frame[:1] == bytes([NEWS]):
+                    continue  # a copy goes on where its rank may be stuck
                 if frame[:1] == bytes([FAILED]):
                     failed = {rank: frame[1:].decode(errors="replace")}
                 silent.discard(rank)

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from kvarve.errors import Broken, ConfigError
@@ -35,7 +36,7 @@ class Late(Exception):
 
 
 class Link:
-    """One socket to another rank. It belongs to one thread."""
+    """One socket to another rank. One thread at a time sends, and one receives."""
 
     def __init__(self, link: socket.socket, deadline_s: float) -> None:
         self._socket = link
@@ -101,8 +102,15 @@ class Star:
 
     def __init__(self, rank: int, ranks: int, links: dict[int, Link], deadline_s: float) -> None:
         self.rank, self.ranks, self.links, self.deadline_s = rank, ranks, links, deadline_s
+        self.groups = 0  # so far, one after the other
         self._poll = select.poll()
         self._rank_of = {link.fileno(): other for other, link in links.items()}
+        self._bell = () if rank else socket.socketpair()  # to ring, and to hear
+        for each in self._bell:
+            each.setblocking(False)
+        if self._bell:
+            self._rank_of[self._bell[1].fileno()] = rank
+            self._poll.register(self._bell[1].fileno(), select.POLLIN)
         for link in links.values():
             self._poll.register(link.fileno(), select.POLLIN)
 
@@ -111,8 +119,19 @@ class Star:
         return time.monotonic()
 
     def ready(self, timeout_s: float) -> list[int]:
-        """The ranks from which a frame, or the end of the link, can be read now; waits for the first."""
-        return [self._rank_of[number] for number, _ in self._poll.poll(timeout_s * 1e3)]
+        """The ranks from which a frame, or the end of the link, can be read now; waits for the first. Rank 0 itself is
+        among them if it has been rung for since the last call."""
+        ready = [self._rank_of[number] for number, _ in self._poll.poll(timeout_s * 1e3)]
+        if self._bell and self.rank in ready:
+            with suppress(BlockingIOError):
+                self._bell[1].recv(1 << 16)
+        return ready
+
+    def ring(self) -> None:
+        """End rank 0's wait in `ready`, from any thread."""
+        if self._bell:
+            with suppress(OSError):  # it has been rung often enough, or is closed
+                self._bell[0].send(b"!")
 
     def leave(self, rank: int) -> None:
         """Listen to a rank no more."""
@@ -121,7 +140,7 @@ class Star:
         link.close()
 
     def close(self) -> None:
-        for link in self.links.values():
+        for link in (*self.links.values(), *self._bell):
             link.close()
 
 

@@ -62,15 +62,24 @@ class Ends:
         self._ended: list[Event] = []
         self._lanes: list[Lane] = []  # that may have pieces waiting
         self._woken = threading.Event()
+        self.taken: Callable[[Event], bool] = lambda event: False  # whether an event is told elsewhere at once
+        self.rings: Callable[[], None] = lambda: None  # for one who waits elsewhere until `woken`
 
     def put(self, event: Event) -> None:
+        if self.taken(event):
+            return
         with self._lock:
             self._ended.append(event)
-        self._woken.set()
+        self.wake()
 
     def wake(self) -> None:
-        """End a `wait` without an event."""
+        """End a `wait`, with an event or without."""
         self._woken.set()
+        self.rings()
+
+    def woken(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._woken.is_set()
 
     def collect(self) -> list[Event]:
         """The events since the last call, in order.

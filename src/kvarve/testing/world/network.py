@@ -156,7 +156,8 @@ class _Star(Star):
         self._network, self.rank, self.ranks, self.deadline_s = network, rank, ranks, deadline_s
         others = range(1, ranks) if rank == 0 else (0,)
         self._own = {other: _Link(network, rank, ways[rank, other], ways[other, rank], deadline_s) for other in others}
-        self.links = {**self._own}
+        self.links, self.groups = {**self._own}, 0
+        self._bell, self._rung = (), False
         self.ways = [link.into for link in self._own.values()]
 
     def clock(self) -> float:
@@ -164,11 +165,15 @@ class _Star(Star):
 
     def ready(self, timeout_s: float) -> list[int]:
         def found() -> list[int]:
-            return [other for other in self.links if self._own[other].into.ready]
+            return [other for other in self.links if self._own[other].into.ready] + [self.rank] * self._rung
 
         if not found() and timeout_s > 0:
             self._network.wait(self.rank, lambda: bool(found()), timeout_s)
-        return found()
+        ready, self._rung = found(), False
+        return ready
+
+    def ring(self) -> None:
+        self._rung = True
 
     def leave(self, rank: int) -> None:
         self.links.pop(rank).close()
