@@ -53,7 +53,7 @@ class Restore:
     def __init__(self, storage: str, ranks: int = 1, meet: Callable[[], object] = lambda: None, **among: Any) -> None:
         """`among`: this rank and its agreement with the others, where there are `ranks`; `meet` waits for all of them,
         as a layer of a model does."""
-        room = 4 * PROMPT_BYTES // ranks
+        room = 12 * PROMPT_BYTES // ranks  # so that a store's share of the host holds a prompt
         settings = CacheConfig(room, room, storage, policies=Policies(prefetch_policy="wait_complete"))
         self.cache, self._first = PrefixCache(identity(ranks), settings, **among), 0
         self._meet = meet

@@ -11,11 +11,12 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +203,10 @@ class Client:
     unread: int = 0
     held: list[socket.socket] = field(default_factory=list)
 
-    def ask(self, requests: int, end_s: float = float("inf")) -> "Client":
+    def ask(self, requests: int, end_s: float) -> None:
         for _ in range(requests):
             if time.monotonic() < end_s:
                 self._one()
-        return self
 
     def close(self) -> None:
         while self.held:
@@ -302,26 +302,31 @@ def client(server: Server) -> Iterator[httpx.Client]:
         yield client
 
 
-def fuzz(server: Server, number: int, requests: int, end_s: float = float("inf")) -> tuple[Counter[int], int]:
-    """What the clients got, and how many have not read their answers."""
-    seeds = random.Random(number)
-    clients = [Client(httpx.URL(server.url), Maker(random.Random(seeds.random()))) for _ in range(CLIENTS)]
-    ask: Callable[[Client], Client] = lambda each: each.ask(requests, end_s)  # noqa: E731
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        asked = [pool.submit(ask, each) for each in clients]
+def asked(url: str, seed: float, requests: int, end_s: float) -> tuple[Counter[int], int]:
+    """What one client got, and how many answers it has not read."""
+    client = Client(httpx.URL(url), Maker(random.Random(seed)))
     try:
-        for each in asked:
-            each.result()
+        client.ask(requests, end_s)
     finally:
-        for one in clients:
-            one.close()
-    return sum((one.got for one in clients), Counter[int]()), sum(one.unread for one in clients)
+        client.close()
+    return client.got, client.unread
+
+
+def fuzz(
+    server: Server, pool: Executor, number: int, requests: int, end_s: float = float("inf")
+) -> tuple[Counter[int], int]:
+    """What the clients got, and how many answers they have not read."""
+    seeds = random.Random(number)
+    clients = [pool.submit(asked, server.url, seeds.random(), requests, end_s) for _ in range(CLIENTS)]
+    found = [client.result() for client in clients]
+    return sum((got for got, _ in found), Counter[int]()), sum(unread for _, unread in found)
 
 
 def test_no_request_for_an_answer_is_a_bug_or_leaves_anything_behind(server: Server, client: httpx.Client) -> None:
     print(f"seed {SEED}")
     left = Left(server, client)
-    got, unread = fuzz(server, SEED, REQUESTS)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        got, unread = fuzz(server, pool, SEED, REQUESTS)
     print(got, unread)
     assert got[200] and got[400]
     left.check(got, unread)
@@ -334,12 +339,14 @@ def test_for_half_an_hour_no_request_for_an_answer_is_a_bug(
     number = int(GIVEN_SEED) if GIVEN_SEED else time.time_ns() % (1 << 32)
     print(f"KVARVE_SEED={number} KVARVE_MINUTES={minutes:g}", flush=True)
     dice, end_s = random.Random(number), time.monotonic() + 60 * minutes
-    for _ in range(WARM_ROUNDS):
-        fuzz(server, dice.randrange(1 << 32), WARM_REQUESTS, end_s)
-    left, before = Left(server, client), rss_bytes()
     got, unread = Counter[int](), 0
-    while time.monotonic() < end_s:
-        more, others = fuzz(server, dice.randrange(1 << 32), WARM_REQUESTS, end_s)
-        got, unread = got + more, unread + others
+    # In processes of their own, since only the server's memory counts.
+    with ProcessPoolExecutor(CLIENTS, get_context("spawn")) as pool:
+        for _ in range(WARM_ROUNDS):
+            fuzz(server, pool, dice.randrange(1 << 32), WARM_REQUESTS, end_s)
+        left, before = Left(server, client), rss_bytes()
+        while time.monotonic() < end_s:
+            more, others = fuzz(server, pool, dice.randrange(1 << 32), WARM_REQUESTS, end_s)
+            got, unread = got + more, unread + others
     print(got, unread)
     left.check(got, unread, rss_bytes_before=before)

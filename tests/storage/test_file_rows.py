@@ -5,9 +5,11 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from file_disks import MIB, Rigged, WithoutSync, file_name, trouble
 from test_crashes import Page, Quick, die, intact, intact_anew, names, opened, pages, store
@@ -16,6 +18,7 @@ from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.index import Put
+from kvarve.storage.file.table import FREE
 from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import LABEL
 
@@ -406,3 +409,21 @@ def test_a_full_disk_costs_one_slab_at_most_when_what_is_removed_makes_no_room(t
     assert store(storage, pages("state", 1)) == [False]
     assert len(storage._index.slabs) == before - 1
     storage.close()
+
+
+def test_a_process_that_finds_others_at_its_rows_fills_other_stripes(tmp_path: Path) -> None:
+    """Each free row is still taken once."""
+    with closing(opened(tmp_path / "store", Quick(), capacity=8 * MIB)) as one:
+        assert all(store(one, pages("full", *range(3))))
+        (slab,) = one._index.slabs.values()
+        slots = slab.shape.slots
+        begins = set()
+        for _ in range(50):
+            slab.move_on()
+            taken = [slab.take_free(2)]
+            begins.add(int(slab.stripe(np.array(taken[0]))[0]))
+            while some := slab.take_free(2):
+                taken.append(some)
+            rows = [row for some in taken for row in some]
+            assert sorted(rows) == [row for row in range(slots) if slab.state[row] == FREE]
+        assert len(begins) > 3

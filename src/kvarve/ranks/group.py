@@ -56,6 +56,7 @@ class Group:
         self._turn = 0
         self._digest = 0  # of what this rank's core has decided so far
         self._votes = Votes(star.ranks)
+        self._news: list[list[Event]] = [[] for _ in range(star.ranks)]  # by rank, not merged yet
         self._happened: list[Event] = []  # on every rank, and told to none yet
         self._own = deque[Event]()  # of rank 0, not counted yet
         self._came: list[tuple[int, bytes]] = []  # by other ranks, for the next turn
@@ -146,8 +147,10 @@ class Group:
 
     def _any_happened(self) -> bool:
         """Whether anything has on every rank, of which none is told yet."""
-        own = [self._own.popleft() for _ in range(len(self._own))]
-        self._happened += self._votes.merge([own, *([] for _ in range(1, self.ranks))])
+        self._news[0] += [self._own.popleft() for _ in range(len(self._own))]
+        if any(self._news):
+            self._happened += self._votes.merge(self._news)
+            self._news = [[] for _ in range(self.ranks)]
         return bool(self._happened)
 
     def fail(self, why: str, stuck: bool = False) -> str:
@@ -298,9 +301,7 @@ class Group:
         try:
             _, number = _NEWS.unpack_from(frame)
             if number == self._number:
-                news: list[list[Event]] = [[] for _ in range(self.ranks)]
-                news[rank], _ = _read_events(frame, _NEWS.size, 1)
-                self._happened += self._votes.merge(news)
+                self._news[rank] += _read_events(frame, _NEWS.size, 1)[0]
         except (struct.error, IndexError):
             raise GroupEnded(self._end({rank: UNREADABLE}, set())) from None
         return True

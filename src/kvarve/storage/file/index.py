@@ -348,9 +348,9 @@ class Index:
         known = [False] * count
         with suppress(OSError):  # they are unreadable now
             known = slab.are_as_known(first, count)
-        for row in itertools.compress(rows, map(not_, known)):
-            self._let_go(slab, [row])
-            self._read(slab, row, row + 1)
+        for at, some in _adjacent(itertools.compress(rows, map(not_, known))):
+            self._let_go(slab, range(at, at + some))
+            self._read(slab, at, at + some)
         return [*itertools.compress(rows, known)]
 
     def confirm(self, place: RowAddress) -> bool:
@@ -515,7 +515,8 @@ class Index:
                 if seized:
                     if untold := [row for row in seized if slab.generation[row] and not slab.told[row]]:
                         self._dirty[slab].update(untold)
-                    slab.searched &= len(seized) == len(rows)  # another process has the others for now
+                    if len(seized) < len(rows):  # another process has the others for now
+                        slab.move_on()
                     return [(slab, row) for row in sorted(seized)]
                 busy |= bool((slab.state[rows] == FREE).any())
             if busy:

@@ -8,6 +8,7 @@ import itertools
 import logging
 import mmap
 import os
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,6 +95,7 @@ class Slab:
         self.names: list[str] = [""] * slots
         self.free: list[int] = []  # rows that may be free, the next one last; checked again when taken
         self.searched = False  # whether `free` has been filled since rows became free
+        self._shared = False  # whether another process has been found to fill it
         self._syncing = {each: threading.Lock() for each in (file, table)}
         self._syncs_begun = dict.fromkeys((file, table), 0)
         self.syncing = 0  # puts that have entered objects here and have not synced them yet
@@ -270,7 +272,8 @@ class Slab:
         return STAMP.unpack(raw) if len(raw) == STAMP.size else (0, 0)
 
     def take_free(self, count: int) -> list[int]:
-        """The first free rows, `count` at most; the caller sets their state at once."""
+        """Free rows, `count` at most, the first ones unless other processes take those too; the caller sets their state
+        at once."""
         found = list[int]()
         while True:
             while self.free and len(found) < count:
@@ -279,8 +282,18 @@ class Slab:
                     found.append(row)
             if found or self.searched:
                 return sorted(set(found))
-            self.free = np.flatnonzero(self.state == FREE)[::-1].tolist()
+            free = np.flatnonzero(self.state == FREE)
+            first = 0
+            if self._shared and len(free):  # begin in any of the stripes that have most
+                of_stripe = np.bincount(self.stripe(free))
+                begin, _ = self.rows_of(random.choice(np.flatnonzero(of_stripe == of_stripe.max()).tolist()))
+                first = int(np.searchsorted(free, begin))
+            self.free = np.roll(free[::-1], first).tolist()
             self.searched = True  # from now on rows that become free are added
+
+    def move_on(self) -> None:
+        """Another process takes the same rows: take others from now on."""
+        self._shared, self.free, self.searched = True, [], False
 
     def is_gone(self) -> bool:
         """Whether one of its files was removed or moved away, so that writes to it are lost; or its table was cut, and
