@@ -11,7 +11,6 @@ A rank that is late, dead or different ends the group: rank 0 names it, and tell
 
 import logging
 import struct
-import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -62,7 +61,6 @@ class Group:
         self._came: list[tuple[int, bytes]] = []  # by other ranks, for the next turn
         star.groups += 1
         self._number = star.groups  # another group's late news are not this one's
-        self._sending = threading.Lock()  # of a rank's link to rank 0
         self._told = [Told() for _ in range(star.ranks)]
         self._said = Told()  # by this rank, in its last report
         self._attend = True  # the next turn is an exchange, whatever is in flight
@@ -116,7 +114,7 @@ class Group:
             self._star.ring()
             return True
         try:
-            self._send(_NEWS.pack(NEWS, self._number) + _event_bytes(event))
+            self._star.links[0].send(_NEWS.pack(NEWS, self._number) + _event_bytes(event))
         except (Dead, Late):  # which the next turn finds too
             return False
         return True
@@ -164,7 +162,7 @@ class Group:
             verdict = f"rank {self.rank}: {why}"
             try:
                 with suppress(Dead):
-                    self._send(bytes([STUCK if stuck else FAILED]) + why.encode())
+                    self._star.links[0].send(bytes([STUCK if stuck else FAILED]) + why.encode())
                 while (frame := self._star.links[0].receive())[:1] != bytes([END]):
                     pass
                 verdict = frame[1:].decode(errors="replace")
@@ -182,7 +180,7 @@ class Group:
             self._wait(start_s)
             for link in self._star.links.values():
                 if self.rank:
-                    self._send(bytes([REPORT]))
+                    link.send(bytes([REPORT]))
                 while link.receive()[:1] == bytes([NEWS]):  # of a group before
                     pass
             for link in self._star.links.values() if not self.rank else ():
@@ -204,7 +202,7 @@ class Group:
         try:
             if exchange or news or mine != self._said:
                 with suppress(Dead):  # rank 0 may have said why it ended before it closed
-                    self._send(self._report(mine, news))
+                    link.send(self._report(mine, news))
                 self._said = mine
             frame = link.receive()
         except Late:
@@ -226,11 +224,6 @@ class Group:
         self._attend = bool(flags & ATTEND)
         decided = True if flags & GRANTED else False if flags & REFUSED else None
         return AgreedStep(happened, now, bool(flags & ALL_UP), decided, frame[at : at + said])
-
-    def _send(self, frame: bytes) -> None:
-        """To rank 0. Dead, Late."""
-        with self._sending:
-            self._star.links[0].send(frame)
 
     def _report(self, mine: Told, news: list[Event]) -> bytes:
         proposal = mine.proposal

@@ -7,6 +7,7 @@ import hashlib
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -36,7 +37,7 @@ class Late(Exception):
 
 
 class Link:
-    """One socket to another rank. One thread at a time sends, and one receives."""
+    """One socket to another rank. Any thread may send; one receives."""
 
     def __init__(self, link: socket.socket, deadline_s: float) -> None:
         self._socket = link
@@ -44,6 +45,7 @@ class Link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wait_at_most(deadline_s)
         self._buffer = bytearray(FRAME)
+        self._sending = threading.Lock()
 
     def wait_at_most(self, deadline_s: float) -> None:
         """From now on a send or receive that makes no progress for this long is Late."""
@@ -62,8 +64,9 @@ class Link:
         assert len(content) <= MOST, "a frame is bounded"
         frame = memoryview((_LENGTH.pack(len(content)) + content).ljust(FRAME, b"\0"))
         try:
-            while frame:
-                frame = frame[self._socket.send(frame, socket.MSG_NOSIGNAL) :]
+            with self._sending:
+                while frame:
+                    frame = frame[self._socket.send(frame, socket.MSG_NOSIGNAL) :]
         except BlockingIOError:
             raise Late from None
         except OSError:
