@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from kvarve.core.effects import Began, Ended, Event, Verified
 from kvarve.errors import ConfigError
 from kvarve.ranks.agreement import AgreedStep, Proposal
-from kvarve.ranks.group import Group
-from kvarve.ranks.star import FRAME, GroupEnded, Link, Listener, Star, alike, connect
+from kvarve.ranks.group import FAILED, STUCK, Group
+from kvarve.ranks.star import FRAME, Dead, GroupEnded, Late, Link, Listener, Star, alike, connect
 
 TURNS = 10_000  # of which a few are needed, more on a machine that is slow to pass on what a rank sends
 LONG_S, SHORT_S = 60.0, 0.2  # a deadline that no test reaches, and one that some wait for
@@ -157,11 +158,50 @@ def test_a_rank_whose_copies_go_on_while_it_is_stuck_is_named(impatient: Ranks) 
     assert all("rank 1: it is late" in each for each in others), others
 
 
-def test_a_rank_that_is_gone_hears_of_no_event(three: Ranks) -> None:
+def test_a_lane_waits_for_no_rank_that_is_gone_or_reads_nothing(three: Ranks) -> None:
+    pages = (1 << 900) - 1
+    for op in range(1000):  # more than a socket holds
+        for group in three.groups:
+            assert group.happened(Began(op)) and group.happened(Ended(op, pages))
+    told = three.turn().events
+    assert [event for event in told if isinstance(event, Ended)] == [Ended(op, pages) for op in range(1000)]
+    assert three.turn().events == []
     three.stars[0].close()
-    told = [three.groups[1].happened(Ended(op, 1)) for op in range(TURNS)]
-    assert not told[-1], "it is left for the next turn, which finds it"
+    for op in range(1000):
+        assert three.groups[1].happened(Ended(op, 1))
     three.groups[0].wake()
+    assert three.groups[0].wait(0.0, never)
+    found = ends(three.each(lambda _, group: group.agree([], 0.0), but=0))
+    assert all("rank 0: it is dead" in each for each in found), found
+
+
+@pytest.mark.parametrize("last_word", ["no memory", ""])
+def test_of_two_ranks_that_say_more_than_a_report_both_are_heard(impatient: Ranks, last_word: str) -> None:
+    """Rank 1 has waited in vain; what rank 2 says, or that it says anything, came before that is read."""
+    impatient.stars[1].links[0].send(bytes([STUCK]) + b"the sum took too long")
+    if last_word:
+        impatient.stars[2].links[0].send(bytes([FAILED]) + last_word.encode())
+    with ThreadPoolExecutor(1) as pool:
+        other = None if last_word else pool.submit(impatient.groups[2].agree, [], 0.0)
+        while not impatient.stars[0]._poll.poll(0) or len(impatient.stars[0]._poll.poll(0)) < 2:
+            pass
+        with pytest.raises(GroupEnded) as found:
+            impatient.groups[0].agree([], 0.0)
+        assert other is None or isinstance(other.exception(LONG_S), GroupEnded)
+    assert str(found.value) == (f"rank 2: {last_word}" if last_word else "rank 1: the sum took too long")
+
+
+def test_nothing_is_sent_or_read_after_a_part_of_a_frame() -> None:
+    ours, theirs = socket.socketpair()
+    with closing(Link(ours, SHORT_S)) as link, theirs:
+        theirs.send(b"half a frame")
+        with pytest.raises(Late):
+            link.receive()
+        theirs.send(bytes(2 * FRAME))
+        with pytest.raises(Dead):
+            link.receive()
+        with pytest.raises(Dead):
+            link.send(b"x")
 
 
 def test_a_turn_with_nothing_in_flight_waits_for_no_rank(three: Ranks) -> None:

@@ -13,9 +13,10 @@ import logging
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from kvarve.core.effects import Began, Ended, Event, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal, Votes, granted
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 KINDS: tuple[type[Event], ...] = (Began, Verified, Ended)
 _REPORT = struct.Struct("<BQIBQH")  # kind, turn, digest, flags, proposal, events
 _INPUTS = struct.Struct("<BQdBHI")  # kind, turn, time, flags, events, bytes of what rank 0 says
-_NEWS = struct.Struct("<BQ")  # kind, number of the group
+_NEWS = struct.Struct("<BQH")  # kind, number of the group, events
 _EVENT = struct.Struct("<BQHH")
 REPORT, INPUTS, FAILED, STUCK, END, NEWS = range(6)  # kinds of frames
 UP, PROPOSES, READY = 1, 2, 4  # flags of a report
@@ -34,6 +35,7 @@ ALL_UP, GRANTED, REFUSED, ATTEND = 1, 2, 4, 8  # flags of inputs
 SLACK = 1.25  # a rank whose model waits for another one says so within the deadline; rank 0 waits a little longer
 GRACE = 0.5  # of the deadline, once one rank has failed: for the others to say so too
 ALL = 2.0  # of the deadline: when rank 0 has said which rank is at fault, or is so itself
+NEWS_EVENTS = 8  # in a frame, at most
 UNREADABLE = "it has sent a frame that cannot be read: all ranks need one version of kvarve"
 DEAD, LATE = "it is dead: it has closed its socket", "it is late: nothing comes from it"
 
@@ -57,8 +59,8 @@ class Group:
         self._votes = Votes(star.ranks)
         self._news: list[list[Event]] = [[] for _ in range(star.ranks)]  # by rank, not merged yet
         self._happened: list[Event] = []  # on every rank, and told to none yet
-        self._own = deque[Event]()  # of rank 0, not counted yet
-        self._came: list[tuple[int, bytes]] = []  # by other ranks, for the next turn
+        self._own = deque[Event]()  # of this rank: rank 0 has not counted them, another has not sent them
+        self._came = deque[tuple[int, bytes]]()  # from other ranks, for the next turn
         star.groups += 1
         self._number = star.groups  # another group's late news are not this one's
         self._told = [Told() for _ in range(star.ranks)]
@@ -106,17 +108,22 @@ class Group:
         return self._lead(mine, news, now, exchange, says)
 
     def happened(self, event: Event) -> bool:
-        """An event of this rank, from any thread: rank 0 knows it at once. Whether it does."""
+        """An event of this rank, from any thread; False if the group has ended. Rank 0 knows it at once, or from the
+        next report if it reads too little for now: a lane waits for no rank."""
         if self._ended:
             return False
         if not self.rank:
             self._own.append(event)
             self._star.ring()
             return True
-        try:
-            self._star.links[0].send(_NEWS.pack(NEWS, self._number) + _event_bytes(event))
-        except (Dead, Late):  # which the next turn finds too
-            return False
+        with self._star.sending, suppress(Dead, Late):  # which the next turn finds too
+            self._own.append(event)
+            while some := [*islice(self._own, NEWS_EVENTS)]:
+                head = _NEWS.pack(NEWS, self._number, len(some))
+                if not self._star.links[0].offer(head + b"".join(map(_event_bytes, some))):
+                    break
+                for _ in some:
+                    self._own.popleft()
         return True
 
     def wake(self) -> None:
@@ -127,7 +134,7 @@ class Group:
         """Of rank 0, between two turns: sleep until something has happened on every rank, or `woken`, or a rank has
         more to say than its report. False after `timeout_s`."""
         end = self._star.clock() + timeout_s
-        while not self._any_happened() and not woken():
+        while not self._any_happened() and not woken() and not self._ended:
             if not (ready := self._star.ready(max(0.0, end - self._star.clock()))):
                 return False
             for rank in ready:
@@ -161,7 +168,7 @@ class Group:
         if self.rank:
             verdict = f"rank {self.rank}: {why}"
             try:
-                with suppress(Dead):
+                with suppress(Dead), self._star.sending:
                     self._star.links[0].send(bytes([STUCK if stuck else FAILED]) + why.encode())
                 while (frame := self._star.links[0].receive())[:1] != bytes([END]):
                     pass
@@ -200,10 +207,12 @@ class Group:
     def _follow(self, mine: Told, news: list[Event], exchange: bool) -> AgreedStep:
         link = self._star.links[0]
         try:
-            if exchange or news or mine != self._said:
-                with suppress(Dead):  # rank 0 may have said why it ended before it closed
-                    link.send(self._report(mine, news))
-                self._said = mine
+            with self._star.sending:
+                news[:0] = [self._own.popleft() for _ in range(len(self._own))]
+                if exchange or news or mine != self._said:
+                    with suppress(Dead):  # rank 0 may have said why it ended before it closed
+                        link.send(self._report(mine, news))
+                    self._said = mine
             frame = link.receive()
         except Late:
             self._ended = f"rank 0: {LATE} for {self._patience_s:g} s"
@@ -264,37 +273,38 @@ class Group:
         unasked = False
         patience_s = self._star.deadline_s * SLACK
         end = self._star.clock() + patience_s
-        came, self._came = self._came, []
-        while True:
-            for rank, frame in came:
-                turn = self._take(rank, frame, reports)
-                unasked |= turn < self._turn or not exchange
-                if turn == self._turn:
-                    missing.discard(rank)
+        for rank, frame in self._frames(end):
+            turn = self._take(rank, frame, reports)
+            unasked |= turn < self._turn or not exchange
+            if turn == self._turn:
+                missing.discard(rank)
             if exchange and not missing:
                 break
-            if not (ready := self._star.ready(max(0.0, end - self._star.clock()) if missing else 0.0)):
-                break
-            came = []
+        if missing:
+            self._part_late(missing)
+        return unasked
+
+    def _frames(self, end: float) -> Iterator[tuple[int, bytes]]:
+        """What other ranks have sent, one after the other; until `end` while one is missing, else what is there."""
+        while self._came:
+            yield self._came.popleft()
+        while ready := self._star.ready(max(0.0, end - self._star.clock()) if self._missing else 0.0):
             for rank in filter(None, ready):
                 try:
                     frame = self._star.links[rank].receive()
                 except (Dead, Late) as e:
                     self._part(rank, e)
                 if not self._is_news(rank, frame):
-                    came.append((rank, frame))
-        if missing:
-            self._part_late(missing)
-        return unasked
+                    yield rank, frame
 
     def _is_news(self, rank: int, frame: bytes) -> bool:
         """Whether a frame only tells of events, which count from now on."""
         if frame[:1] != bytes([NEWS]):
             return False
         try:
-            _, number = _NEWS.unpack_from(frame)
+            _, number, count = _NEWS.unpack_from(frame)
             if number == self._number:
-                self._news[rank] += _read_events(frame, _NEWS.size, 1)[0]
+                self._news[rank] += _read_events(frame, _NEWS.size, count)[0]
         except (struct.error, IndexError):
             raise GroupEnded(self._end({rank: UNREADABLE}, set())) from None
         return True
@@ -332,8 +342,10 @@ class Group:
         """End the group. The ranks `asked` have a moment to say anything: those that are dead or silent then are at
         fault, whatever the others say."""
         end, silent = self._star.clock() + GRACE * self._star.deadline_s, set(asked)
-        silent -= {rank for rank, _ in self._came}
         dead: dict[int, str] = {}
+        for rank, frame in self._came:
+            failed = {rank: frame[1:].decode(errors="replace")} if frame[:1] == bytes([FAILED]) else failed
+            silent.discard(rank)
         while silent and not dead and (ready := self._star.ready(max(0.0, end - self._star.clock()))):
             for rank in filter(None, ready):
                 try:

@@ -37,7 +37,10 @@ class Late(Exception):
 
 
 class Link:
-    """One socket to another rank. Any thread may send; one receives."""
+    """One socket to another rank, which one thread uses at a time in each direction.
+
+    After a part of a frame nothing can be sent or read any more: the other end counts as dead.
+    """
 
     def __init__(self, link: socket.socket, deadline_s: float) -> None:
         self._socket = link
@@ -45,7 +48,7 @@ class Link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wait_at_most(deadline_s)
         self._buffer = bytearray(FRAME)
-        self._sending = threading.Lock()
+        self._torn = False  # a part of a frame has been sent or read, and the rest has not
 
     def wait_at_most(self, deadline_s: float) -> None:
         """From now on a send or receive that makes no progress for this long is Late."""
@@ -61,16 +64,30 @@ class Link:
 
     def send(self, content: bytes) -> None:
         """Send a frame. Dead, Late."""
+        self._send(content, 0)
+
+    def offer(self, content: bytes) -> bool:
+        """Send a frame if the socket has room for it; whether it had. Dead, Late."""
+        return self._send(content, socket.MSG_DONTWAIT)
+
+    def _send(self, content: bytes, flags: int) -> bool:
         assert len(content) <= MOST, "a frame is bounded"
         frame = memoryview((_LENGTH.pack(len(content)) + content).ljust(FRAME, b"\0"))
+        if self._torn:
+            raise Dead
+        whole = len(frame)
         try:
-            with self._sending:
-                while frame:
-                    frame = frame[self._socket.send(frame, socket.MSG_NOSIGNAL) :]
+            while frame:
+                begun = len(frame) < whole
+                frame = frame[self._socket.send(frame, socket.MSG_NOSIGNAL | (0 if begun else flags)) :]
         except BlockingIOError:
+            if flags and len(frame) == whole:
+                return False
+            self._torn = len(frame) < whole
             raise Late from None
         except OSError:
             raise Dead from None
+        return True
 
     def receive(self) -> bytes:
         """The next frame. Dead (also if it is no frame), Late."""
@@ -81,10 +98,12 @@ class Link:
         if length > MOST:
             raise Dead
         rest = bytearray(length + _LENGTH.size - FRAME)
-        self._fill(rest)
+        self._fill(rest, begun=True)
         return bytes(self._buffer[_LENGTH.size :]) + bytes(rest)
 
-    def _fill(self, buffer: bytearray) -> None:
+    def _fill(self, buffer: bytearray, begun: bool = False) -> None:
+        if self._torn:
+            raise Dead
         left = memoryview(buffer)
         try:
             while left:
@@ -92,6 +111,7 @@ class Link:
                     raise Dead
                 left = left[done:]
         except BlockingIOError:
+            self._torn = begun or len(left) < len(buffer)
             raise Late from None
         except OSError:
             raise Dead from None
@@ -106,6 +126,7 @@ class Star:
     def __init__(self, rank: int, ranks: int, links: dict[int, Link], deadline_s: float) -> None:
         self.rank, self.ranks, self.links, self.deadline_s = rank, ranks, links, deadline_s
         self.groups = 0  # so far, one after the other
+        self.sending = threading.Lock()  # of what several threads of one rank send: it goes in their order
         self._poll = select.poll()
         self._rank_of = {link.fileno(): other for other, link in links.items()}
         self._bell = () if rank else socket.socketpair()  # to ring, and to hear
@@ -126,7 +147,7 @@ class Star:
         among them if it has been rung for since the last call."""
         ready = [self._rank_of[number] for number, _ in self._poll.poll(timeout_s * 1e3)]
         if self._bell and self.rank in ready:
-            with suppress(BlockingIOError):
+            with suppress(OSError):  # it is closed
                 self._bell[1].recv(1 << 16)
         return ready
 

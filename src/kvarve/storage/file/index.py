@@ -515,7 +515,7 @@ class Index:
                 if seized:
                     if untold := [row for row in seized if slab.generation[row] and not slab.told[row]]:
                         self._dirty[slab].update(untold)
-                    if len(seized) < len(rows):  # another process has the others for now
+                    if busy or len(seized) < len(rows):  # another process has the others for now
                         slab.move_on()
                     return [(slab, row) for row in sorted(seized)]
                 busy |= bool((slab.state[rows] == FREE).any())

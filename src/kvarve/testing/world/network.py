@@ -140,6 +140,12 @@ class _Link(Link):
             raise Dead
         self.out.put(content)
 
+    def offer(self, content: bytes) -> bool:
+        if self._network.dice.random() < 0.1:  # the socket is full
+            return False
+        self.send(content)
+        return True
+
     def receive(self) -> bytes:
         if not self.into.ready and not self._network.wait(self._rank, lambda: self.into.ready, self._deadline_s):
             raise Late
@@ -157,7 +163,7 @@ class _Star(Star):
         others = range(1, ranks) if rank == 0 else (0,)
         self._own = {other: _Link(network, rank, ways[rank, other], ways[other, rank], deadline_s) for other in others}
         self.links, self.groups = {**self._own}, 0
-        self._bell, self._rung = (), False
+        self.sending, self._bell, self._rung = threading.Lock(), (), False
         self.ways = [link.into for link in self._own.values()]
 
     def clock(self) -> float:
