@@ -427,3 +427,15 @@ def test_a_process_that_finds_others_at_its_rows_fills_other_stripes(tmp_path: P
             rows = [row for some in taken for row in some]
             assert sorted(rows) == [row for row in range(slots) if slab.state[row] == FREE]
         assert len(begins) > 3
+
+
+def test_a_process_moves_on_when_another_has_all_rows_of_its_put(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "store", Quick(), capacity=MIB)) as one:
+        (first, *others), held = pages("full", *range(3)), pages("full", *range(10, 12))
+        assert store(one, [first]) == [True]
+        (slab,) = one._index.slabs.values()
+        with closing(opened(tmp_path / "store", Quick(), capacity=MIB)) as other:
+            put = Put(names(held), [[page.record()] for page in held])
+            other._reserve(put, range(len(held)))
+            assert not slab._shared and all(store(one, others)) and slab._shared
+            other._release_rows(put)

@@ -62,12 +62,12 @@ class Agreement(Protocol):
         ...
 
     def wait(self, timeout_s: float, woken: Callable[[], bool]) -> bool:
-        """On rank 0, between two turns with a copy in flight: sleep until something has happened on every rank, or
-        something is so, of which `wake` tells. False after `timeout_s`."""
+        """Rank 0 sleeps between two turns, while a copy is in flight, until an event has happened on every rank or
+        `woken` returns True, which it calls again after each `wake`. False after `timeout_s`."""
         ...
 
     def wake(self) -> None:
-        """Have `wait` look again, from any thread."""
+        """Have rank 0's `wait` call `woken` again, from any thread."""
         ...
 
     def note(self, decided: bytes) -> None:

@@ -57,7 +57,7 @@ class Group:
         self._turn = 0
         self._digest = 0  # of what this rank's core has decided so far
         self._votes = Votes(star.ranks)
-        self._news: list[list[Event]] = [[] for _ in range(star.ranks)]  # by rank, not merged yet
+        self._news: list[list[Event]] = [[] for _ in range(star.ranks)]  # by rank, not counted yet
         self._happened: list[Event] = []  # on every rank, and told to none yet
         self._own = deque[Event]()  # of this rank: rank 0 has not counted them, another has not sent them
         self._came = deque[tuple[int, bytes]]()  # from other ranks, for the next turn
@@ -134,7 +134,10 @@ class Group:
         """Of rank 0, between two turns: sleep until something has happened on every rank, or `woken`, or a rank has
         more to say than its report. False after `timeout_s`."""
         end = self._star.clock() + timeout_s
-        while not self._any_happened() and not woken() and not self._ended:
+        while True:
+            self._count()
+            if self._happened or self._ended or woken():
+                return True
             if not (ready := self._star.ready(max(0.0, end - self._star.clock()))):
                 return False
             for rank in ready:
@@ -148,15 +151,13 @@ class Group:
                     self._came.append((rank, frame))
                     if frame[:1] != bytes([REPORT]):
                         return True
-        return True
 
-    def _any_happened(self) -> bool:
-        """Whether anything has on every rank, of which none is told yet."""
+    def _count(self) -> None:
+        """Rank 0 counts the events that have come since it last did."""
         self._news[0] += [self._own.popleft() for _ in range(len(self._own))]
         if any(self._news):
             self._happened += self._votes.merge(self._news)
             self._news = [[] for _ in range(self.ranks)]
-        return bool(self._happened)
 
     def fail(self, why: str, stuck: bool = False) -> str:
         """This rank cannot go on: tell the others; the text says which rank is at fault. The group has ended then.
@@ -247,10 +248,10 @@ class Group:
         if mine.proposal is not None:  # as the others tell theirs
             mine.proposal = Proposal(str(_digest(mine.proposal.what)), mine.proposal.ready)
         self._told[0] = mine
-        reports: list[list[Event]] = [news, *([] for _ in range(1, self.ranks))]
-        heard = self._hear(reports, exchange)
-        self._any_happened()
-        happened, self._happened = self._happened + self._votes.merge(reports), []
+        self._news[0] += news
+        heard = self._hear(exchange)
+        self._count()
+        happened, self._happened = self._happened, []
         happened.sort(key=lambda event: (KINDS.index(type(event)), event.op))
         up = all(told.up for told in self._told)
         proposals = [told.proposal for told in self._told]
@@ -267,14 +268,14 @@ class Group:
                 self._part(rank, e)
         return AgreedStep(happened, now, up, decided, says)
 
-    def _hear(self, reports: list[list[Event]], exchange: bool) -> bool:
+    def _hear(self, exchange: bool) -> bool:
         """Read what the other ranks have sent, in an exchange until each has reported; whether any came unasked."""
         self._missing = missing = set(self._star.links) if exchange else set()
         unasked = False
         patience_s = self._star.deadline_s * SLACK
         end = self._star.clock() + patience_s
         for rank, frame in self._frames(end):
-            turn = self._take(rank, frame, reports)
+            turn = self._take(rank, frame)
             unasked |= turn < self._turn or not exchange
             if turn == self._turn:
                 missing.discard(rank)
@@ -309,7 +310,7 @@ class Group:
             raise GroupEnded(self._end({rank: UNREADABLE}, set())) from None
         return True
 
-    def _take(self, rank: int, frame: bytes, reports: list[list[Event]]) -> int:
+    def _take(self, rank: int, frame: bytes) -> int:
         """One report; its turn."""
         if frame[:1] in (bytes([FAILED]), bytes([STUCK])):
             why, stuck = frame[1:].decode(errors="replace"), frame[0] == STUCK
@@ -324,7 +325,7 @@ class Group:
         if turn == self._turn and digest != self._digest:
             why = f"its decisions before turn {turn} differ from rank 0's"
             raise GroupEnded(self._end({rank: why}, set()))
-        reports[rank] += events
+        self._news[rank] += events
         proposal = Proposal(str(what), bool(flags & READY)) if flags & PROPOSES else None
         self._told[rank] = Told(bool(flags & UP), proposal)
         return int(turn)

@@ -62,8 +62,8 @@ class Ends:
         self._ended: list[Event] = []
         self._lanes: list[Lane] = []  # that may have pieces waiting
         self._woken = threading.Event()
-        self.taken: Callable[[Event], bool] = lambda event: False  # whether an event is told elsewhere at once
-        self.rings: Callable[[], None] = lambda: None  # for one who waits elsewhere until `woken`
+        self.taken: Callable[[Event], bool] = lambda event: False  # hands an event on at once; if not, `collect` does
+        self.rings: Callable[[], None] = lambda: None  # ends the sleep of a thread that waits elsewhere until `woken`
 
     def put(self, event: Event) -> None:
         if self.taken(event):
