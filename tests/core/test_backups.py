@@ -4,6 +4,7 @@ import pytest
 
 from kvarve.core.backups import BACK_OFF_S, LOOK_AGAIN_S, MAX_BACK_OFF_S, RETRY_BUDGET
 from kvarve.core.effects import Copy
+from kvarve.core.lease import Phase
 from kvarve.errors import ConfigError
 from kvarve.keys import pack
 from kvarve.model import Tier
@@ -250,6 +251,23 @@ def test_a_slow_storage_holds_its_share_and_nothing_due_to_it_is_forgotten() -> 
     world.settle()
     assert len(world.storage.objects) == 32
     assert world.core.counters.given_up == 0
+
+
+def test_where_pools_share_the_host_copies_hold_a_share_of_its_bytes_whichever_pool_has_them() -> None:
+    shared = {"host": (40, [1, 1], [1, 1])}
+    world = World(config=config(ATTENTION, STATE, device=64, host=1, storage=True, cut=shared, host_share=0.5))
+    write(world, 1, 2, pages=12)
+    assert sum(len(world.flying[op].pages) for op in stores(world)) == 10, "half of the share, all of one pool"
+    world.settle()
+    assert len(world.storage.objects) == 26
+    world.flush(DEVICE, HOST)
+    first, second = (world.open(prompt(12, seed=seed)) for seed in (1, 2))
+    for _ in range(20):
+        world.step([world.end(op) for op in [*world.flying]])
+    assert sum(world.core.prefetch.held) == 13 and second.phase is Phase.PROBING, "of 20, so that another waits"
+    assert world.ready(first) and first.boundary == 12
+    world.close(first)
+    assert world.ready(second) and second.boundary == 12
 
 
 def test_a_slow_storage_does_not_keep_pages_from_coming_down_to_the_host() -> None:

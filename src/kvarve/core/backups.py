@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvarve.boundaries import members, of, union
 from kvarve.core.copies import BACKUP, STORE, CopyOutcome, Edge, Moving, Op
 from kvarve.core.governor import Governor
+from kvarve.core.host_share import HostShare
 from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import HORIZON_HOSTS
 from kvarve.core.tree import NOWHERE, Run, covering, root_of
@@ -48,18 +49,9 @@ class Backups:
         self.room_since = 0.0  # when copies that evictions wait for began, or the last of them ended
         self.look_again = 0.0  # when to retry a blocked queue
         self.down = False  # a storage is attached, but does not answer
-        # Slots of each host pool that copies to and from storage may hold: fetches all of them, stores half.
-        host = [self.slot_pools.capacity[self._host(pool)] for pool in self.pools]
-        if (extents := self.slot_pools.extents[-1]) is not None:  # an even share of the bytes
-            host = [extents.cut.slots(pool) // len(self.pools) for pool in self.pools]
-        self.share = [
-            max(int(config.policies.host_share * slots), min(slots, 2 * (pool.lookback or 1)))
-            for pool, slots in zip(config.pools, host, strict=True)
-        ]
-        self.store_share = [max(1, share // 2) for share in self.share]
-        self.has_host = any(host)
-        host_bytes = sum(pool.payload_bytes * slots for pool, slots in zip(config.pools, host, strict=True))
-        horizon = config.offload_horizon_bytes or HORIZON_HOSTS * host_bytes
+        self.host_share = HostShare(state, self.slot_pools)
+        self.has_host = any(self.slot_pools.capacity[self._host(pool)] for pool in self.pools)
+        horizon = config.offload_horizon_bytes or HORIZON_HOSTS * self.host_share.whole_bytes
         self.governor = Governor(config.policies.offload_pays_at, horizon)
         self.reset()
 
@@ -443,7 +435,7 @@ class Backups:
             # Evictions take a run from the tail, backups from the front.
             positions = positions[::-1][:most] if leaving else positions[:most]
             if onward or edge == STORE:
-                positions = positions[: max(0, self.store_share[pool] - self.storing[pool] - self.staging[pool])]
+                positions = positions[: self.host_share.left(pool, self.storing, self.staging)]
             if edge == BACKUP:
                 targets = self.slot_pools.reserve(self._host(pool), len(positions), root_of(run).named)
                 self.staging[pool] += len(targets) if onward else 0

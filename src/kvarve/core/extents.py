@@ -32,6 +32,10 @@ class Cut:
         """The slots that a pool would have in all of them."""
         return self.count * self.per[pool]
 
+    def most_bytes(self, sizes: Sequence[int]) -> int:
+        """The bytes of pages in all of them, if all have the pool whose pages of `sizes` bytes fill an extent best."""
+        return self.count * max(per * size for per, size in zip(self.per, sizes, strict=True))
+
     def most(self, pool: int) -> int:
         """The slots that a pool can have at most."""
         most, bound = self.count - sum(self.least) + self.least[pool], self.bounds[pool] if self.bounds else None

@@ -86,7 +86,7 @@ class Policies:
     salt_share: float = 1.0
     """of each memory tier, the share that the prompts of one salt may keep; its own coldest pages go beyond that"""
     host_share: float = 0.8
-    """of each host pool, the share that copies to and from storage may hold"""
+    """of the host (of each pool, if they do not share it), the share that copies to and from storage may hold"""
     offload_pays_at: float = 0.01
     """of the bytes stored, the share that has to be used, or storing pauses until it would pay again; 0: never"""
     verify_host: bool = True

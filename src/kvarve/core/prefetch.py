@@ -1,7 +1,7 @@
 """Prefetch: probe storage for a waiting prompt's pages and fetch them to the host, within a share of the host.
 
 A waiting request holds no device slots, and in the host only the pages that were fetched for it. All waiting requests
-and stores in flight together hold at most a set share of each host pool; a request that finds the share full waits
+and stores in flight together hold at most a set share of the host; a request that finds the share full waits
 until another request's pages have been loaded.
 """
 
@@ -184,11 +184,11 @@ class Prefetch:
             if gain * self.config.page_tokens < max(1, self.config.policies.fetch_at_least):
                 break
             need = [needed(boundary, back) & ~here for back, here in zip(self.paths.lookbacks, kept, strict=True)]
-            limits = zip(need, lease.lent, self.backups.share, strict=True)
-            fits = all(not bits or bits.bit_count() + lent <= share for bits, lent, share in limits)
+            pages = [bits.bit_count() for bits in need]
+            fits = self.backups.host_share.fits(pages, lease.lent)
             if fits and lease.claimed:
-                self._take_share(need)
-            if fits and not self._room_in_share(need):
+                self._take_share(pages)
+            if fits and not self._room_in_share(pages):
                 if not (lease.claimed and any(lease.lent)):
                     self._note_deferred(lease, gain)
                     return True
@@ -218,18 +218,13 @@ class Prefetch:
         if lease.number not in self.deferred:
             self.counters.deferred_tokens += gain * self.config.page_tokens
 
-    def _room_in_share(self, need: list[int]) -> bool:
-        return all(
-            not bits or bits.bit_count() + held + storing <= share
-            for bits, held, storing, share in zip(
-                need, self.held, self.backups.storing, self.backups.share, strict=True
-            )
-        )
+    def _room_in_share(self, pages: list[int]) -> bool:
+        return self.backups.host_share.fits(pages, self.held, self.backups.storing)
 
-    def _take_share(self, need: list[int]) -> None:
+    def _take_share(self, pages: list[int]) -> None:
         """Take share for a claimed lease from leases that still wait: their landed pages stay, but unpinned."""
         for other in reversed(self.leases.values()):
-            if self._room_in_share(need):
+            if self._room_in_share(pages):
                 return
             if not other.claimed and not other.ops and any(other.lent):
                 self._give_share_back(other)

@@ -36,10 +36,8 @@ class SaltShares:
         for tier, extents in enumerate(slot_pools.extents):
             places = [*range(tier * pools, (tier + 1) * pools)]
             if extents is not None:
-                per = zip(extents.cut.per, places, strict=True)
-                whole = extents.cut.count * max(slots * self.page_bytes[place] for slots, place in per)
                 self.places.append(places)
-                self.most.append(int(share * whole))
+                self.most.append(int(share * extents.cut.most_bytes(self.page_bytes[:pools])))
                 continue
             for place in places:
                 slots = max(int(share * slot_pools.capacity[place]), contexts[place].lookback or 1)
