@@ -2,13 +2,14 @@
 
 import pytest
 
-from kvarve.core.backups import BACK_OFF_S, LOOK_AGAIN_S, MAX_BACK_OFF_S, RETRY_BUDGET
+from kvarve.core.backups import BACK_OFF_S, BUSY_S, LOOK_AGAIN_S, MAX_BACK_OFF_S, RETRY_BUDGET
 from kvarve.core.effects import Copy
 from kvarve.core.lease import Phase
 from kvarve.errors import ConfigError
-from kvarve.keys import pack
+from kvarve.keys import KEY_BYTES, names, pack, root_key
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, STATE, World, config, fork, prompt, runs
+from kvarve.testing.world.scenes import PAGE_TOKENS
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 PAGE_BYTES = ATTENTION.payload_bytes
@@ -291,6 +292,72 @@ def test_what_finds_no_room_in_the_host_goes_down_when_there_is_some() -> None:
     world.step(later_s=LOOK_AGAIN_S)
     world.settle()
     assert len(world.storage.objects) == 8 and not world.core.dirty()
+
+
+# --- few large stores
+
+
+def test_a_run_has_one_store_in_flight_and_the_next_takes_all_that_came_to_the_host_meanwhile() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True, batch_pages=2, store_bytes=8 * PAGE_BYTES))
+    lease = world.start(prompt(12), read=False)
+    sizes = list[int]()
+    for upto in range(2, 13, 2):
+        world.grow(lease, upto)
+        world.publish(lease, upto)
+        world.step()
+        world.step([world.end(op) for op in others(world)])
+        assert len(stores(world)) == 1
+        if not sizes:
+            sizes.append(len(world.flying[stores(world)[0]].pages))
+    while stores(world):
+        world.step([world.end(op) for op in stores(world)])
+        sizes += [len(world.flying[op].pages) for op in stores(world)]
+    assert sizes == [2, 8, 2] and len(world.storage.objects) == 12
+
+
+def test_prompts_of_their_own_are_stored_side_by_side() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    write(world, *range(12))
+    assert sum(len(world.flying[op].pages) for op in stores(world)) == 25, "all that stores may hold of the host"
+    world.settle()
+    assert len(world.storage.objects) == 48
+
+
+def test_a_prompt_is_stored_though_64_others_grow_with_each_store() -> None:
+    world = World(config=config(ATTENTION, device=1024, host=1024, storage=True))
+    growing = [world.start(prompt(8, seed=seed), read=False) for seed in range(64)]
+    for upto in range(1, 9):
+        for lease in growing:
+            world.grow(lease, upto)
+            world.publish(lease, upto)
+        if upto == 2:
+            write(world, 99)
+        world.step([world.end(op) for op in [*world.flying]])
+        world.step([world.end(op) for op in others(world)])
+        if upto == 4:
+            assert len(set(world.storage.objects.values()) & {*_keys(prompt(4, seed=99))}) == 4
+
+
+def test_a_store_that_hangs_holds_the_rest_of_its_run_for_a_moment() -> None:
+    world = World(config=config(ATTENTION, device=64, host=64, storage=True))
+    lease = world.start(prompt(16), read=False)
+    for upto in (2, 16):
+        world.grow(lease, upto)
+        world.publish(lease, upto)
+        world.step()
+        world.step([world.end(op) for op in others(world)])
+    (hung,) = stores(world)
+    world.step(later_s=BUSY_S / 2)
+    assert stores(world) == [hung]
+    world.step(later_s=BUSY_S / 2)
+    (op,) = {*stores(world)} - {hung}
+    world.step([world.end(op)])
+    assert len(world.storage.objects) == 14 and world.core.dirty() == 2
+
+
+def _keys(tokens: list[int]) -> list[bytes]:
+    named = names(root_key(b"world", ""), b"", pack(tokens), PAGE_TOKENS)
+    return [named[at : at + KEY_BYTES] for at in range(0, len(named), KEY_BYTES)]
 
 
 # --- a storage that does not pay

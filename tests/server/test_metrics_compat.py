@@ -27,7 +27,7 @@ FEW = {  # memory for little more than one long answer, and for the fetch of one
     "host_memory": 4 << 20,
     "max_running": 2,
     "metrics_compat": "vllm,sglang",
-    "policies": Policies(prefetch_policy="wait_complete", host_share=0.04),
+    "policies": Policies(prefetch_policy="wait_complete", host_share=0.025),
 }
 
 

@@ -201,9 +201,14 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
         held = sum(fetching[pool] * core.pools[pool].payload_bytes for pool in some)
         _check(held <= most, "fetches keep to their share of the host")
     alive = {id(run) for run in runs}
-    for line in (core.backups.pending_backup, core.backups.pending_store, core.backups.quarantined):
+    backups, storage = core.backups, range((len(tiers) - 1) * pools, len(tiers) * pools)
+    for line in (backups.pending_backup, backups.pending_store, backups.busy, backups.quarantined):
         _check(all(id(run) in alive for run in line), "a queued run is in the tree")
-    _check(core.backups.pending_store.keys().isdisjoint(core.backups.quarantined), "a quarantined run is in no queue")
+    for run in backups.busy:
+        _check(any((id(run), place) in coming for place in storage), "a busy run has a store in flight")
+        _check(run not in backups.pending_store, "a busy run is in no queue of stores")
+    for stores in (backups.pending_store, backups.busy):
+        _check(stores.keys().isdisjoint(backups.quarantined), "a quarantined run is in no queue")
     bad_pages = 0
     for run in runs:
         for bits in run.bad:

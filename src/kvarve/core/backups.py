@@ -30,6 +30,7 @@ QUARANTINE_S = 60.0  # until a quarantined run is retried, unless a request uses
 BACK_OFF_S, MAX_BACK_OFF_S = 0.1, 30.0  # of stores: after a first failure, and at most, doubling in between
 ROOM_S = 2.0  # how long evictions wait for copies of which none ends
 LOOK = 64  # runs of a queue that one step looks at
+BUSY_S = 2.0  # how long a run's next store waits for the one in flight, which may hang
 LOOK_AGAIN_S = 0.1  # until a queue that found no free slots in the host is tried again
 
 
@@ -40,6 +41,7 @@ class Backups:
         self.pools = range(len(config.pools))
         self.pending_backup: dict[Run, None] = {}  # runs that may have pages to copy to the host, oldest first
         self.pending_store: OrderedDict[Run, None] = OrderedDict()  # dirty runs, oldest first
+        self.busy: dict[Run, float] = {}  # runs with a store in flight that the next one waits for, and since when
         self.quarantined: dict[Run, float] = {}  # runs out of retry budget, with the time of their next try
         self.staged: dict[Run, None] = {}  # runs of which pages have just been copied to the host for storage
         self.to_host = 0  # pages in flight to the host
@@ -58,6 +60,7 @@ class Backups:
     def reset(self, down: bool = False) -> None:
         """Forget all that is known of the storage: another one is attached, or none, or it is `down`."""
         self.pending_store.clear()
+        self.busy.clear()
         self.quarantined.clear()
         self.down = down
         self.failures, self.back_off_until = 0, self.state.now  # stores that failed in a row
@@ -115,7 +118,7 @@ class Backups:
         if run not in self.pending_backup and self.slot_pools.memory[0] is Tier.DEVICE:
             self.pending_backup[run] = None
             self.blocked[0] = False
-        if self.copies.storage and run not in self.pending_store:
+        if self.copies.storage and run not in self.pending_store and run not in self.busy:
             self.pending_store[run] = None
             self.blocked[1] = False
 
@@ -137,6 +140,8 @@ class Backups:
         for line in (self.pending_backup, self.pending_store, self.staged):
             if tail in line:
                 line[front] = None
+        if self.busy.pop(tail, None) is not None:  # its store may be of pages of one part
+            self.pending_store[front] = self.pending_store[tail] = None
         if tail in self.quarantined:
             self.quarantined[front] = self.quarantined[tail]
         elif self.governor.paused:  # either part may fall into the governor's sample, though the whole did not
@@ -147,6 +152,7 @@ class Backups:
         """A run has left the tree."""
         for line in (self.pending_backup, self.pending_store, self.staged):
             line.pop(run, None)
+        self.busy.pop(run, None)
         self.quarantined.pop(run, None)
 
     def leaving(self) -> bool:
@@ -209,6 +215,7 @@ class Backups:
         target = op.edge[1]
         if target is Tier.HOST:
             self.to_host -= len(op.pages)
+        self.blocked = [False, False]  # the host may evict its sources now, or has pages to store
         excused = target is Tier.STORAGE and not op.void and self._storage_answered(outcomes)
         touched: dict[Run, bool] = {}
         for page, good, bad in outcomes:
@@ -233,6 +240,8 @@ class Backups:
                     self.slot_pools.give_back(place, [page.target], root_of(run).named)
             self.counters.failed += not good
         for run, good in touched.items():
+            if target is Tier.STORAGE and self.busy.pop(run, None) is not None:
+                self.pending_store[run] = None
             self.heal(run)
             run.failed_backups = 0 if good else run.failed_backups + (not excused)
             if not good:
@@ -255,6 +264,7 @@ class Backups:
         self.counters.given_up += 1
         self.pending_backup.pop(run, None)
         self.pending_store.pop(run, None)
+        self.busy.pop(run, None)
         self.quarantined[run] = self.state.now + QUARANTINE_S
 
     def _end_quarantines(self) -> None:
@@ -344,6 +354,10 @@ class Backups:
         """Send pending backups and stores, within the bound on pages in flight of each."""
         if self.quarantined:
             self._end_quarantines()
+        while self.busy and self.state.now >= next(iter(self.busy.values())) + BUSY_S:
+            run = next(iter(self.busy))
+            del self.busy[run]
+            self.pending_store[run] = None
         if not self.pending_backup and not self.pending_store:  # the usual case: every token passes here
             return
         if any(self.blocked) and self.state.now >= self.look_again:
@@ -368,15 +382,23 @@ class Backups:
             if not self._used_enough(run):
                 continue
             wanted = [self._for_host(run, pool) for pool in self.pools]
-            missing = sum(bits.bit_count() for bits in wanted)
-            sent = self._send(run, BACKUP, [0 if full[pool] else wanted[pool] for pool in self.pools], leaving=False)
-            if len(sent) < missing and run.pages:
-                self.pending_backup[run] = None  # at the end of the queue
-                if len(sent) < self.state.config.batch_pages:
+            while any(wanted):
+                fits = [0 if full[pool] else wanted[pool] for pool in self.pools]
+                if not self._send(run, BACKUP, fits, leaving=False):
                     full = [full[pool] or not self.slot_pools.unused(self._host(pool)) for pool in self.pools]
+                    break
+                wanted = [self._for_host(run, pool) for pool in self.pools]
+                if self.to_host >= self.state.config.backup_pages:
+                    break
+            if any(wanted) and run.pages:
+                self.pending_backup[run] = None  # at the end of the queue
 
     def _send_to_storage(self) -> None:
-        """In order; a run that finds no slots in the stores' share of the host stays first until stores end."""
+        """In order; a run that finds no slots in the stores' share of the host stays first until stores end.
+
+        A few large stores cost less than many small ones, of which each waits for the medium. So a run whose store is
+        sent here is busy until that has ended; its next one takes all that comes to the host meanwhile.
+        """
         while (
             self.pending_store
             and not self.backing_off()
@@ -386,9 +408,10 @@ class Backups:
             in_host, above = self._dirty(run)
             if not any(in_host) and not any(above):
                 del self.pending_store[run]
-            elif not self._send(run, STORE, in_host, leaving=False) and not self._send(
-                run, BACKUP, above, leaving=False, onward=True
-            ):
+            elif self._send(run, STORE, in_host, leaving=False):
+                self.pending_store.pop(run, None)
+                self.busy[run] = self.state.now
+            elif not self._send(run, BACKUP, above, leaving=False, onward=True):
                 return
 
     def _used_enough(self, run: Run) -> bool:
@@ -430,7 +453,7 @@ class Backups:
         pages: list[Moving] = []
         for pool, bits in enumerate(wanted):
             source = self.slot_pools.place(edge[0], pool)
-            most = self.state.config.batch_pages - len(pages) if not leaving else bits.bit_count()
+            most = bits.bit_count() if leaving else self._beside(pages, edge, pool, onward)
             positions = [run.first + local for local in members(bits)]
             # Evictions take a run from the tail, backups from the front.
             positions = positions[::-1][:most] if leaving else positions[:most]
@@ -453,6 +476,15 @@ class Backups:
             self.copies.send(Op(edge, pages, run=run, leaving=leaving, onward=onward))
         self.slot_pools.unpin(run, held << run.first, tiers=tiers)
         return pages
+
+    def _beside(self, pages: list[Moving], edge: Edge, pool: int, onward: bool) -> int:
+        """How many pages of a pool one copy may move beside these: at least a batch, and more of small pages."""
+        config, size_bytes = self.state.config, self.state.config.pools[pool].payload_bytes
+        most = config.store_bytes if edge == STORE else config.backup_bytes
+        for_storage = sum(self.storing) + sum(self.staging)  # with these
+        in_flight = for_storage if onward or edge == STORE else self.to_host + len(pages)
+        fit = (most - sum(config.pools[page.pool].payload_bytes for page in pages)) // size_bytes
+        return max(0, config.batch_pages - len(pages), min(config.backup_pages - in_flight, fit))
 
     def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int | None:
         """Pages about to be evicted from memory: under write-back, and where pages that stay rest on them, copy them

@@ -14,18 +14,17 @@ if TYPE_CHECKING:
 
 
 class HostShare:
-    """Pages are counted by pool. A share holds what two boundaries read of windows and states, if the host does."""
+    """Pages are counted by pool. A share holds at least what two boundaries read of each window and state, and two
+    pages of each chain, as far as the host does."""
 
     def __init__(self, state: "State", slot_pools: "SlotPools") -> None:
         self._page_bytes = [pool.payload_bytes for pool in state.config.pools]
         self.pools = [[pool] for pool in range(len(self._page_bytes))]  # by budget
         slots = [slot_pools.capacity[slot_pools.place(Tier.HOST, pool)] for (pool,) in self.pools]
-        few = [
-            min(count, 2 * (pool.lookback or 1)) for pool, count in zip(state.config.pools, slots, strict=True)
-        ]
+        few = [min(count, 2 * (pool.lookback or 1)) for pool, count in zip(state.config.pools, slots, strict=True)]
         whole = [count * size for count, size in zip(slots, self._page_bytes, strict=True)]
         if (extents := slot_pools.extents[-1]) is not None:
-            self.pools, whole = [sum(self.pools, [])], [extents.cut.most_bytes(self._page_bytes)]
+            self.pools, whole = [[*range(len(slots))]], [extents.cut.most_bytes(self._page_bytes)]
         self.whole_bytes = sum(whole)  # of the host
         share = state.config.policies.host_share
         self.most = [  # by budget, bytes that fetches may hold

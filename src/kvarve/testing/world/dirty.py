@@ -59,7 +59,8 @@ class Dirty:
             or run.uses >= core.config.policies.selective_uses
         )
         through = core.config.policies.write is not WritePolicy.WRITE_BACK or run.wanted
-        waits = run in backups.pending_backup or run in backups.pending_store or run in backups.quarantined
+        lines = (backups.pending_backup, backups.pending_store, backups.busy, backups.quarantined)
+        waits = any(run in line for line in lines)
         numbers = self._numbers_of(run)
         for pool in range(len(core.pools)):
             host = slot_pools.place(Tier.HOST, pool)

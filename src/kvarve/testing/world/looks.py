@@ -68,7 +68,10 @@ def differ(one: Core, two: Core) -> str:
         whose = op.lease and op.lease.number, its.lease and its.lease.number
         if _op_facts(op) != _op_facts(its) or whose[0] != whose[1] or not same(op.run, its.run):
             return "a copy"
-    lines = [(core.backups.pending_backup, core.backups.pending_store, core.backups.quarantined) for core in (one, two)]
+    lines = [
+        (core.backups.pending_backup, core.backups.pending_store, core.backups.busy, core.backups.quarantined)
+        for core in (one, two)
+    ]
     for our_line, their_line in zip(*lines, strict=True):
         if len(our_line) != len(their_line) or not all(map(same, our_line, their_line)):
             return "pending stores"
@@ -116,6 +119,7 @@ def dump(core: Core) -> Mapping[str, Any]:
         "tick": core.slot_pools.tick,
         "pending_backup": [names.get(id(run), gone) for run in core.backups.pending_backup],
         "pending_store": [names.get(id(run), gone) for run in core.backups.pending_store],
+        "busy": [names.get(id(run), gone) for run in core.backups.busy],
         "parked": [names.get(id(run), gone) for run in core.backups.quarantined],
         "weather": _weather(core),
         "governor": {name: _plain(value, {}) for name, value in vars(core.governor).items()},

@@ -126,6 +126,8 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         "host_share": dice.choice([0.01, 0.2, 0.5, 0.8, 1.0]),
         "offload_pays_at": dice.choice([0.0, 0.0, 0.1, 0.5, 2.0]),
         "offload_horizon_bytes": dice.choice([0, 64, 400, 2000]),  # a page has 16
+        # A page's record has 64.
+        **dice.choice([{"store_bytes": most, "backup_bytes": most % 1000} for most in (0, 200, 1000)]),
     }
 
 
