@@ -16,26 +16,12 @@ from talk import LONG_S, Body
 
 HELD = 8  # connections of each client that it neither reads nor closes
 
+PLAIN: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 16, 17, 1 << 31, 1 << 63, -(1 << 63), -(1 << 63) - 1, 1 << 70, 10**400),
+    *(0.0, -0.0, 0.5, 1e308, 5e-324),
+]
 ODD: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        17,
-        1 << 31,
-        1 << 63,
-        -(1 << 63) - 1,
-        1 << 70,
-        10**400,
-        0.0,
-        -0.0,
-        0.5,
-        1e308,
-        5e-324,
-    ),
+    *PLAIN,
     *(float("nan"), float("inf"), float("-inf")),
     *(
         "",

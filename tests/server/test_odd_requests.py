@@ -7,30 +7,12 @@ from typing import Any
 import httpx
 import pytest
 from fields_of_others import OTHERS
+from odd_clients import PLAIN
 from talk import CHAT, COMPLETIONS, Body, complete
 
 SEED = 11
 ODD: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        2,
-        16,
-        1 << 31,
-        1 << 63,
-        -(1 << 63),
-        1 << 70,
-        10**400,
-        0.0,
-        -0.0,
-        0.5,
-        1e308,
-        5e-324,
-    ),
+    *PLAIN,
     *("", "a", "\0", "\ud7ff", "\U0010ffff", "a" * 2000, "{{ 1 }}", "<|end|>", "null", "١", "\u2028\n\r"),
     *([], [[]], [0], ["a"], ["\0"], [None], [1.5], [True], [{}], [1 << 70], {}, {"a": 1}, {"1": 1}, {"1": 1e308}),
     *(

@@ -196,8 +196,8 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
     _check(core.backups.staging == staging, "pages in flight to the host for storage are counted")
     _check(core.backups.in_flight == down, "pages of backups and stores in flight are counted")
     share = core.backups.host_share
-    _check(sorted(pool for some in share.pools for pool in some) == [*range(pools)], "each pool has one budget")
-    for some, most in zip(share.pools, share.most, strict=True):
+    _check(sorted(pool for some in share.budgets for pool in some) == [*range(pools)], "each pool has one budget")
+    for some, most in zip(share.budgets, share.most, strict=True):
         held = sum(fetching[pool] * core.pools[pool].payload_bytes for pool in some)
         _check(held <= most, "fetches keep to their share of the host")
     alive = {id(run) for run in runs}

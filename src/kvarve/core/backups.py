@@ -409,7 +409,7 @@ class Backups:
             if not any(in_host) and not any(above):
                 del self.pending_store[run]
             elif self._send(run, STORE, in_host, leaving=False):
-                self.pending_store.pop(run, None)
+                del self.pending_store[run]
                 self.busy[run] = self.state.now
             elif not self._send(run, BACKUP, above, leaving=False, onward=True):
                 return
@@ -453,7 +453,7 @@ class Backups:
         pages: list[Moving] = []
         for pool, bits in enumerate(wanted):
             source = self.slot_pools.place(edge[0], pool)
-            most = bits.bit_count() if leaving else self._beside(pages, edge, pool, onward)
+            most = bits.bit_count() if leaving else self._may_join(pages, edge, pool, onward)
             positions = [run.first + local for local in members(bits)]
             # Evictions take a run from the tail, backups from the front.
             positions = positions[::-1][:most] if leaving else positions[:most]
@@ -477,8 +477,8 @@ class Backups:
         self.slot_pools.unpin(run, held << run.first, tiers=tiers)
         return pages
 
-    def _beside(self, pages: list[Moving], edge: Edge, pool: int, onward: bool) -> int:
-        """How many pages of a pool one copy may move beside these: at least a batch, and more of small pages."""
+    def _may_join(self, pages: list[Moving], edge: Edge, pool: int, onward: bool) -> int:
+        """How many pages of a pool may join these in one copy: up to a batch, or more while their bytes are few."""
         config, size_bytes = self.state.config, self.state.config.pools[pool].payload_bytes
         most = config.store_bytes if edge == STORE else config.backup_bytes
         for_storage = sum(self.storing) + sum(self.staging)  # with these

@@ -19,18 +19,18 @@ class HostShare:
 
     def __init__(self, state: "State", slot_pools: "SlotPools") -> None:
         self._page_bytes = [pool.payload_bytes for pool in state.config.pools]
-        self.pools = [[pool] for pool in range(len(self._page_bytes))]  # by budget
-        slots = [slot_pools.capacity[slot_pools.place(Tier.HOST, pool)] for (pool,) in self.pools]
+        self.budgets = [[pool] for pool in range(len(self._page_bytes))]  # the pools of each
+        slots = [slot_pools.capacity[slot_pools.place(Tier.HOST, pool)] for (pool,) in self.budgets]
         few = [min(count, 2 * (pool.lookback or 1)) for pool, count in zip(state.config.pools, slots, strict=True)]
         whole = [count * size for count, size in zip(slots, self._page_bytes, strict=True)]
         if (extents := slot_pools.extents[-1]) is not None:
-            self.pools, whole = [[*range(len(slots))]], [extents.cut.most_bytes(self._page_bytes)]
+            self.budgets, whole = [[*range(len(slots))]], [extents.cut.most_bytes(self._page_bytes)]
         self.whole_bytes = sum(whole)  # of the host
         share = state.config.policies.host_share
         self.most = [  # by budget, bytes that fetches may hold
-            max(int(share * nbytes), self._bytes(pools, few)) for pools, nbytes in zip(self.pools, whole, strict=True)
+            max(int(share * nbytes), self._bytes(pools, few)) for pools, nbytes in zip(self.budgets, whole, strict=True)
         ]
-        self._budget = [number for number, pools in enumerate(self.pools) for _ in pools]  # by pool
+        self._budget_of = [number for number, pools in enumerate(self.budgets) for _ in pools]
 
     def _bytes(self, pools: Sequence[int], pages: Sequence[int]) -> int:
         return sum(pages[pool] * self._page_bytes[pool] for pool in pools)
@@ -40,11 +40,11 @@ class HostShare:
         nothing may be spent."""
         return all(
             not any(need[pool] for pool in pools) or sum(self._bytes(pools, each) for each in (need, *held)) <= most
-            for pools, most in zip(self.pools, self.most, strict=True)
+            for pools, most in zip(self.budgets, self.most, strict=True)
         )
 
     def left(self, pool: int, *held: Sequence[int]) -> int:
         """How many pages of a pool stores may hold beside those that are held; one of each pool fits."""
-        pools, most = self.pools[self._budget[pool]], self.most[self._budget[pool]]
+        pools, most = self.budgets[self._budget_of[pool]], self.most[self._budget_of[pool]]
         half = max(most // 2, sum(self._page_bytes[each] for each in pools))
         return max(0, half - sum(self._bytes(pools, each) for each in held)) // self._page_bytes[pool]

@@ -1,8 +1,8 @@
 """Prefetch: probe storage for a waiting prompt's pages and fetch them to the host, within a share of the host.
 
 A waiting request holds no device slots, and in the host only the pages that were fetched for it. All waiting requests
-and stores in flight together hold at most a set share of the host; a request that finds the share full waits
-until another request's pages have been loaded.
+and stores in flight together hold at most a set share of the host; a request that finds the share full waits until
+another request's pages have been loaded.
 """
 
 from math import inf

@@ -30,9 +30,9 @@ class CoreConfig:
     policies: Policies = Policies()
     load_deadline_s: float = LOAD_DEADLINE_S  # how long a request waits for a copy to the device that never ends
     batch_pages: int = 16  # pages per copy: these can be late together; small, so that checks overlap with reads
-    # Copies down from the core's own slots may have more than `batch_pages`, if these are small:
-    backup_bytes: int = 16 << 20  # to the host, since ranks agree on each
-    store_bytes: int = 64 << 20  # to storage, since each waits for the medium
+    # A copy down from the core's own slots may have more pages than that, up to so many bytes:
+    backup_bytes: int = 16 << 20  # to the host, since ranks have to agree on each copy
+    store_bytes: int = 64 << 20  # to storage, since each store waits for the medium
     backup_pages: int = 256  # pages that backups may have in flight at once
     offload_horizon_bytes: int = 0  # stored between two checks of that; 0: `HORIZON_HOSTS` times the host
 

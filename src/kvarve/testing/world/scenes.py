@@ -18,6 +18,11 @@ from kvarve.keys import pack
 from kvarve.model import BufferSpec, PoolSpec, Tier
 
 PAGE_TOKENS = 2
+COPY_BYTES = (  # a page has 64
+    {"store_bytes": 0, "backup_bytes": 0},
+    {"store_bytes": 200, "backup_bytes": 200},
+    {"store_bytes": 1000, "backup_bytes": 0},
+)
 PATIENCES = (BEST_EFFORT, WAIT_COMPLETE, Patience(3), Patience(1, 100), Patience(2, each=True))
 
 
@@ -125,9 +130,8 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         "salt_share": dice.choice([0.1, 0.5, 1.0, 1.0]),
         "host_share": dice.choice([0.01, 0.2, 0.5, 0.8, 1.0]),
         "offload_pays_at": dice.choice([0.0, 0.0, 0.1, 0.5, 2.0]),
-        "offload_horizon_bytes": dice.choice([0, 64, 400, 2000]),  # a page has 16
-        # A page's record has 64.
-        **dice.choice([{"store_bytes": most, "backup_bytes": most % 1000} for most in (0, 200, 1000)]),
+        "offload_horizon_bytes": dice.choice([0, 64, 400, 2000]),  # a page has 64
+        **dice.choice(COPY_BYTES),
     }
 
 
