@@ -1,6 +1,7 @@
 """Host memory, and its registration with CUDA, so that kernels of the GPU read and write it themselves."""
 
 import mmap
+import sys
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -15,16 +16,20 @@ from kvarve.sizes import format_size
 PORTABLE, MAPPED = 1, 2  # flags of cudaHostRegister: for all contexts; in the GPU's address space
 
 
+_MADV_WIPEONFORK = 18  # on Linux; not in the standard library
+
+
 class HostMemory:
-    """Memory of exactly `nbytes`, page-aligned and zero. On the CPU the system commits each page as it is first
-    written; for a GPU all of it is pinned. (torch's pinned memory would be rounded up to a power of two.)
+    """Memory of exactly `nbytes`, page-aligned and zero. On the CPU the system commits it as it is first written, in
+    huge pages where it has them; for a GPU all of it is pinned. (torch's pinned memory would be rounded up to a power
+    of two.) After a fork the child finds zeros.
     """
 
     def __init__(self, nbytes: int, device: torch.device, cudart: Any = None, region: HostRegion | None = None) -> None:
         """`cudart`: the CUDA runtime, torch's unless given. `region`: memory that is there already; anonymous memory
         unless given. ConfigError: there is not so much."""
         try:
-            self.region = region or HostRegion(memoryview(mmap.mmap(-1, nbytes)))
+            self.region = region or HostRegion(memoryview(_kept(nbytes)))
         except (OSError, ValueError, OverflowError) as e:
             raise ConfigError(f"not enough host memory: {e}") from e
         self.bytes = self.region.memory
@@ -60,12 +65,24 @@ class HostMemory:
 def zeros(nbytes: int) -> memoryview:
     """Memory for a while, on whole pages for direct I/O: huge ones where the system has them, since small ones would
     cost more than what is written to them."""
-    if not nbytes:
-        return memoryview(b"")
+    return memoryview(_anonymous(nbytes)) if nbytes else memoryview(b"")
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # another system, or a kernel built without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    return memory
+
+
+def _kept(nbytes: int) -> mmap.mmap:
+    """Memory that devices and network cards know by its physical pages. A fork would share these with the child, and
+    give this process others as soon as it writes."""
+    memory = _anonymous(nbytes)
+    if sys.platform == "linux":
+        with suppress(OSError):  # a kernel before 4.14
+            memory.madvise(_MADV_WIPEONFORK)
+    return memory
 
 
 def _unpin(cudart: Any, address: int, memory: memoryview) -> None:
