@@ -30,6 +30,14 @@ def load(copies: DeviceCopies, slots: Slots) -> None:
     copies.load({0: slots}, copies.ready())
 
 
+def partly_adjacent(rng: random.Random, slots: int) -> list[int]:
+    """Five slots, of which three follow each other, before or behind the others."""
+    first = rng.randrange(slots - 2)
+    run = [*range(first, first + 3)]
+    others = rng.sample([slot for slot in range(slots) if slot not in run], 2)
+    return rng.choice([run + others, others + run])
+
+
 @pytest.mark.parametrize("move", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
@@ -43,7 +51,7 @@ def test_pages_come_back_bit_for_bit_and_their_neighbours_are_not_touched(dtype:
         tensor.view(torch.uint8).fill_(1)
     before = {name: tensor.clone() for name, tensor in device.buffers.items()}
 
-    there, here, home = rng.sample(range(9), 5), rng.sample(range(11), 5), rng.sample(range(10), 5)
+    there, here, home = partly_adjacent(rng, 9), partly_adjacent(rng, 11), partly_adjacent(rng, 10)
     keys = [bytes([i]) * 32 for i in range(5)]
     save(DeviceCopies([device], [host], move), list(zip(there, here, strict=True)), keys)
     for slot in range(11):

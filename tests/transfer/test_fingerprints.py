@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,10 +51,10 @@ class Cache:
     def __init__(self, share: float, layout: str, monkeypatch: pytest.MonkeyPatch, layerwise: bool = False) -> None:
         self.armed, honest = False, copies.by_piece
 
-        def altering(target: Any, source: Any, to: Sequence[int], at: Sequence[int]) -> None:
+        def altering(target: Any, source: Any, to: Sequence[slice], at: Sequence[slice]) -> None:
             honest(target, source, to, at)
             if self.armed:
-                target[to[1], 0, 0] ^= 1
+                target[np.r_[tuple(to)][1], 0, 0] ^= 1
 
         monkeypatch.setattr(copies, "by_piece", altering)
         self.device, self.host = DeviceArena(POOL, 6), HostArena(POOL, 6, NAMESPACE, layout=layout)

@@ -1,7 +1,7 @@
 """Pages between the arenas of device and host, layer by layer.
 
-On the CPU each piece (one buffer of one page) is a numpy slice: that is next to memcpy, and torch's own ways are two to
-four times as slow (`bench/lanes.py`). Elsewhere a buffer's pieces are gathered by one kernel and put in place by
+On the CPU a buffer's pieces that are adjacent at both ends are a numpy slice: that is next to memcpy, and torch's own
+ways are two to four times as slow (`bench/lanes.py`). Elsewhere a buffer's pieces are gathered by one kernel and put in place by
 another; a GPU's kernels reach pinned host memory themselves, so that neither end has to be in one piece.
 
 Each direction has a stream of its own. It waits for what the engine had sent to its compute stream before the copy was
@@ -10,6 +10,7 @@ read. The device as a whole is never synchronized.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ GATHERED_BYTES = 16 << 20
 _OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def by_piece(target: Any, source: Any, to: Sequence[int], at: Sequence[int]) -> None:
-    """Copy the rows `at` of a numpy array to the rows `to` of another, each with one call."""
+def by_piece(target: Any, source: Any, to: Sequence[slice], at: Sequence[slice]) -> None:
+    """Copy the rows `at` of a numpy array to the rows `to` of another, each slice with one call."""
     for there, here in zip(to, at, strict=True):
         target[there] = source[here]
 
@@ -127,8 +128,9 @@ class DeviceCopies:
         for buffers in self._layers.values():
             for owner, column, *ends in buffers:
                 if owner == pool:
-                    piece = ends[end][rows[column][end]]
-                    found.append((piece if self._move is by_piece else piece.cpu().numpy()).tobytes())
+                    for row in rows[column][end]:  # one, or none where an engine has no block
+                        piece = ends[end][row]
+                        found.append((piece if self._move is by_piece else piece.cpu().numpy()).tobytes())
         return fingerprint(*found)
 
     def _save(self, pages: Mapping[int, tuple[Slots, Sequence[bytes]]]) -> None:
@@ -148,7 +150,7 @@ class DeviceCopies:
         them."""
         rows = self._device[pool].rows(*map(list, zip(*slots, strict=True)))
         if self._move is by_piece:
-            return [*rows]
+            return [_adjacent(near, far) for near, far in rows]
         return [(self._indices(near), self._indices(far)) for near, far in rows]
 
     def _indices(self, rows: Sequence[int]) -> Tensor:
@@ -158,6 +160,13 @@ class DeviceCopies:
         event = self._torch.Event()
         event.record(stream)
         return event
+
+
+def _adjacent(near: Sequence[int], far: Sequence[int]) -> tuple[list[slice], list[slice]]:
+    """Rows at both ends as slices: each begins where the rows at either end do not follow the last ones."""
+    breaks = [i for i in range(1, len(near)) if near[i] != near[i - 1] + 1 or far[i] != far[i - 1] + 1]
+    cuts = [*pairwise([0, *breaks, len(near)])] if near else []
+    return [slice(near[a], near[b - 1] + 1) for a, b in cuts], [slice(far[a], far[b - 1] + 1) for a, b in cuts]
 
 
 def _widest(*ends: Tensor) -> Iterator[Tensor]:
