@@ -16,6 +16,9 @@ class Page(NamedTuple):
     source: int
     target: int
 
+    def __repr__(self) -> str:  # several ranks note each page that they decide on, and that of a named tuple is slow
+        return tuple.__repr__(self)
+
 
 @dataclass(frozen=True)
 class Copy:
