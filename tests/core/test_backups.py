@@ -299,9 +299,9 @@ def test_what_finds_no_room_in_the_host_goes_down_when_there_is_some() -> None:
 
 def test_a_run_has_one_store_in_flight_and_the_next_takes_all_that_came_to_the_host_meanwhile() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True, batch_pages=2, store_bytes=8 * PAGE_BYTES))
-    lease = world.start(prompt(12), read=False)
+    lease = world.start(prompt(14), read=False)
     sizes = list[int]()
-    for upto in range(2, 13, 2):
+    for upto in range(2, 15, 2):
         world.grow(lease, upto)
         world.publish(lease, upto)
         world.step()
@@ -312,7 +312,31 @@ def test_a_run_has_one_store_in_flight_and_the_next_takes_all_that_came_to_the_h
     while stores(world):
         world.step([world.end(op) for op in stores(world)])
         sizes += [len(world.flying[op].pages) for op in stores(world)]
-    assert sizes == [2, 8, 2] and len(world.storage.objects) == 12
+    assert sizes == [2, 8, 4] and len(world.storage.objects) == 14
+
+
+@pytest.mark.parametrize(("pages", "copies"), [(8, [8]), (10, [10]), (11, [8, 3]), (18, [8, 10])])
+def test_a_rest_of_a_quarter_goes_with_the_copy_before_it(pages: int, copies: list[int]) -> None:
+    few = {"batch_pages": 2, "backup_bytes": 8 * PAGE_BYTES}
+    world = World(config=config(ATTENTION, device=64, host=64, **few))
+    lease = world.start(prompt(pages), read=False)
+    world.grow(lease, pages)
+    world.publish(lease, pages)
+    world.step()
+    assert [len(world.flying[op].pages) for op in others(world)] == copies
+
+
+def test_the_state_behind_the_pages_of_a_prompt_goes_down_with_them() -> None:
+    few = {"batch_pages": 2, "backup_bytes": 8 * PAGE_BYTES}
+    world = World(config=config(ATTENTION, STATE, device=64, host=64, storage=True, **few))
+    lease = world.start(prompt(8), read=False)
+    world.grow(lease, 8)
+    world.publish(lease, 8)
+    world.step()
+    (down,) = others(world)
+    world.step([world.end(down)])
+    (store,) = stores(world)
+    assert {page.pool for page in world.flying[store].pages} == {0, 1}
 
 
 def test_prompts_of_their_own_are_stored_side_by_side() -> None:

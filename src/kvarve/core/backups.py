@@ -451,9 +451,10 @@ class Backups:
         tiers = MEMORY_TIERS if edge == BACKUP and not onward else edge[:1]
         self.slot_pools.pin(run, held << run.first, tiers=tiers)
         pages: list[Moving] = []
+        most_bytes = self._most_bytes(edge, wanted)
         for pool, bits in enumerate(wanted):
             source = self.slot_pools.place(edge[0], pool)
-            most = bits.bit_count() if leaving else self._may_join(pages, edge, pool, onward)
+            most = bits.bit_count() if leaving else self._may_join(pages, most_bytes, edge, pool, onward)
             positions = [run.first + local for local in members(bits)]
             # Evictions take a run from the tail, backups from the front.
             positions = positions[::-1][:most] if leaving else positions[:most]
@@ -477,13 +478,20 @@ class Backups:
         self.slot_pools.unpin(run, held << run.first, tiers=tiers)
         return pages
 
-    def _may_join(self, pages: list[Moving], edge: Edge, pool: int, onward: bool) -> int:
+    def _most_bytes(self, edge: Edge, wanted: list[int]) -> int:
+        """How many bytes a copy of these local positions, by pool, may have. A small rest, such as the state behind
+        the pages of a prompt, goes with it, as each copy costs an agreement and each store waits for the medium."""
+        config = self.state.config
+        most = config.store_bytes if edge == STORE else config.backup_bytes
+        whole = sum(bits.bit_count() * pool.payload_bytes for bits, pool in zip(wanted, config.pools, strict=True))
+        return whole if whole <= most + most // 4 else most
+
+    def _may_join(self, pages: list[Moving], most_bytes: int, edge: Edge, pool: int, onward: bool) -> int:
         """How many pages of a pool may join these in one copy: up to a batch, or more while their bytes are few."""
         config, size_bytes = self.state.config, self.state.config.pools[pool].payload_bytes
-        most = config.store_bytes if edge == STORE else config.backup_bytes
         for_storage = sum(self.storing) + sum(self.staging)  # with these
         in_flight = for_storage if onward or edge == STORE else self.to_host + len(pages)
-        fit = (most - sum(config.pools[page.pool].payload_bytes for page in pages)) // size_bytes
+        fit = (most_bytes - sum(config.pools[page.pool].payload_bytes for page in pages)) // size_bytes
         return max(0, config.batch_pages - len(pages), min(config.backup_pages - in_flight, fit))
 
     def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int | None:
