@@ -187,8 +187,8 @@ class Index:
                 self.forget(slab)
                 slab = None
             if slab is not None:
-                for stripe in range(STRIPES) if changed.stripes is None else changed.stripes:
-                    self._read(slab, *slab.rows_of(stripe))
+                for first, count in _adjacent(range(STRIPES) if changed.stripes is None else changed.stripes):
+                    self._read(slab, slab.rows_of(first)[0], slab.rows_of(first + count - 1)[1])
             elif changed.identity and changed.identity not in self.failed:
                 # A slab that cannot be opened counts as missing.
                 try:
