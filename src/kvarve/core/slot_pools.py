@@ -396,6 +396,8 @@ class SlotPools:
         them."""
         tier = place // len(self.pools)
         first = run.held(tier).bit_length()
+        if first >= run.here[place].bit_length():  # all must stay, as while a copy reads them
+            return first
         for other in range(len(self.memory)):
             held = run.held(other).bit_length() if other != tier else 0
             if held > first:  # that position stays in memory, so pages before it that only this tier has stay too
