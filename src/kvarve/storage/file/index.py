@@ -44,6 +44,7 @@ DEFAULT_THREADS = 4
 _HELD = nullcontext()  # the caller holds the lock
 SECOND_NS = 1_000_000_000
 _ROW = (1 << 32) - 1
+_NEAR = 256  # rows: reading so many more takes less than reading twice
 
 
 def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
@@ -105,12 +106,12 @@ def number_of(group: str) -> int:
     return zlib.crc32(group.encode()) >> 1
 
 
-def _adjacent(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Rows as runs: the first of each, and how many."""
+def _adjacent(rows: Iterable[int], gap: int = 0) -> Iterator[tuple[int, int]]:
+    """Rows as runs, with gaps of so many other rows at most: the first of each, and how many."""
     ordered = sorted(rows)
-    begins = [i for i, row in enumerate(ordered) if not i or ordered[i - 1] != row - 1]
+    begins = [i for i, row in enumerate(ordered) if not i or ordered[i - 1] + gap < row - 1]
     for begin, end in itertools.pairwise([*begins, len(ordered)]):
-        yield ordered[begin], end - begin
+        yield ordered[begin], ordered[end - 1] + 1 - ordered[begin]
 
 
 class Index:
@@ -187,7 +188,8 @@ class Index:
                 self.forget(slab)
                 slab = None
             if slab is not None:
-                for first, count in _adjacent(range(STRIPES) if changed.stripes is None else changed.stripes):
+                gap = _NEAR * STRIPES // slab.shape.slots
+                for first, count in _adjacent(range(STRIPES) if changed.stripes is None else changed.stripes, gap):
                     self._read(slab, slab.rows_of(first)[0], slab.rows_of(first + count - 1)[1])
             elif changed.identity and changed.identity not in self.failed:
                 # A slab that cannot be opened counts as missing.
