@@ -12,6 +12,7 @@ import torch
 
 from kvarve.config import CacheConfig
 from kvarve.errors import ConfigError, KvarveError, StorageError
+from kvarve.memory import host_memory
 from kvarve.memory.arenas import DeviceArena
 from kvarve.memory.host_memory import MAPPED, PORTABLE, HostMemory, _Registered
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
@@ -119,6 +120,11 @@ def test_a_forked_child_finds_zeros_and_moves_no_page_of_its_parent() -> None:
     memory.bytes[0] = 8
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child has what its parent's devices write"
     assert bytes(memory.bytes) == b"\x08" + bytes([7]) * (ODD - 1)
+
+
+def test_where_a_kernel_cannot_wipe_memory_a_child_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_MADV_WIPEONFORK", 99)  # which no kernel knows
+    assert "dc" in flags_at(HostMemory(ODD, CPU).tensor.data_ptr())
 
 
 class Unwilling(MemoryStorage):

@@ -439,3 +439,41 @@ def test_a_process_moves_on_when_another_has_all_rows_of_its_put(tmp_path: Path)
             other._reserve(put, range(len(held)))
             assert not slab._shared and all(store(one, others)) and slab._shared
             other._release_rows(put)
+
+
+def test_rows_of_stripes_with_unchanged_ones_between_them_are_all_read(tmp_path: Path) -> None:
+    one, other = (opened(tmp_path / "store", capacity=64 * MIB) for _ in "12")
+    first, *some = pages("full", 0, 1, 2)
+    assert all(store(one, [first])) and intact(other, [first])
+    slab, _ = one._index.place(first.name)
+    slab.free, slab.searched = [slab.rows_of(9)[0] + 3, slab.rows_of(6)[0] + 3], True  # the next rows
+    assert all(store(one, some))
+    assert intact(other, some) == {*some}
+
+
+@pytest.mark.parametrize("newer", [2, 3], ids=["the-newer-one-first", "the-older-one-first"])
+def test_of_two_objects_of_one_name_all_processes_keep_the_newer_however_they_read_of_them(
+    newer: int, tmp_path: Path
+) -> None:
+    one, other, third = (opened(tmp_path / "store", capacity=64 * MIB) for _ in "123")
+    filler, page = pages("full", 50, 1)
+    for storage in (one, other, third):
+        assert all(store(storage, [filler])) and intact(storage, [filler])
+    puts = [Put([page.name], [[page.record()]]) for _ in "12"]
+    for storage, put, stripe in zip((one, other), puts, (5 - newer, newer), strict=True):
+        slab, _ = storage._index.place(filler.name)
+        slab.free, slab.searched = [slab.rows_of(stripe)[0] + 5], True
+        storage._reserve(put, [0])
+        storage._write(put)
+    look, other._index.changes.look = other._index.changes.look, lambda: iter(())
+    one._commit(puts[0])
+    other._commit(puts[1])  # it had looked before the first one told
+    other._index.changes.look = look
+    kept = {storage._index.place(page.name)[1] for storage in (third, one, other) if intact(storage, [page])}
+    assert len(kept) == 1
+    for number, storage in enumerate((third, one, other)):
+        assert all(store(storage, pages("full", 60 + number)))  # which frees the row of the other
+    assert all(intact(storage, [page]) for storage in (one, other, third))
+    for storage in (one, other, third):
+        storage.close()
+    assert intact_anew(tmp_path / "store", [page], capacity=64 * MIB) == {page}

@@ -1,8 +1,8 @@
 """Pages between the arenas of device and host, layer by layer.
 
 On the CPU a buffer's pieces that are adjacent at both ends are a numpy slice: that is next to memcpy, and torch's own
-ways are two to four times as slow (`bench/lanes.py`). Elsewhere a buffer's pieces are gathered by one kernel and put in place by
-another; a GPU's kernels reach pinned host memory themselves, so that neither end has to be in one piece.
+ways are two to four times as slow (`bench/lanes.py`). Elsewhere a buffer's pieces are gathered by one kernel and put in
+place by another; a GPU's kernels reach pinned host memory themselves, so that neither end has to be in one piece.
 
 Each direction has a stream of its own. It waits for what the engine had sent to its compute stream before the copy was
 sent (`ready`): a page that is saved has been written then, and the old contents of a slot that is loaded to have been

@@ -20,9 +20,9 @@ _MADV_WIPEONFORK = 18  # on Linux; not in the standard library
 
 
 class HostMemory:
-    """Memory of exactly `nbytes`, page-aligned and zero. On the CPU the system commits it as it is first written, in
-    huge pages where it has them; for a GPU all of it is pinned. (torch's pinned memory would be rounded up to a power
-    of two.) After a fork the child finds zeros.
+    """Memory of exactly `nbytes`, page-aligned and zero. On the CPU the system commits it as it is first written, by
+    2 MiB where it has huge pages; for a GPU all of it is pinned. (torch's pinned memory would be rounded up to a power
+    of two.) No forked child has it, unless it is a storage's `region`.
     """
 
     def __init__(self, nbytes: int, device: torch.device, cudart: Any = None, region: HostRegion | None = None) -> None:
@@ -31,7 +31,9 @@ class HostMemory:
         try:
             self.region = region or HostRegion(memoryview(_kept(nbytes)))
         except (OSError, ValueError, OverflowError) as e:
-            raise ConfigError(f"not enough host memory: {e}") from e
+            raise ConfigError(
+                f"not enough host memory: {e}: give less, or raise the limits of this process (ulimit -v, ulimit -d)"
+            ) from e
         self.bytes = self.region.memory
         self.tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)
         self._unpin: weakref.finalize[..., HostMemory] | None = None
@@ -77,11 +79,13 @@ def _anonymous(nbytes: int) -> mmap.mmap:
 
 def _kept(nbytes: int) -> mmap.mmap:
     """Memory that devices and network cards know by its physical pages. A fork would share these with the child, and
-    give this process others as soon as it writes."""
+    give this process others as soon as it writes; so the child finds zeros, or nothing where a kernel cannot do that.
+    """
     memory = _anonymous(nbytes)
-    if sys.platform == "linux":
-        with suppress(OSError):  # a kernel before 4.14
-            memory.madvise(_MADV_WIPEONFORK)
+    for advice in (_MADV_WIPEONFORK, mmap.MADV_DONTFORK) if sys.platform == "linux" else ():
+        with suppress(OSError):
+            memory.madvise(advice)
+            break
     return memory
 
 

@@ -268,12 +268,13 @@ class Index:
             for row, name in zip(rows, names, strict=True):
                 slab.names[row] = name
         # An object stored anew in another row may be read there before its old row is read as free. The older of two
-        # may also be an entry that a power cut brought back, whose slot another object has overwritten.
+        # may also be an entry that a power cut brought back, whose slot another object has overwritten. All processes
+        # keep the same one, however they come to read of the two: else each frees what the other keeps.
         newer: dict[str, int] = {}
         for name, row in zip(names, rows, strict=True):
             if name in self.entries:
                 there, at = self.place(name)
-                if there.stored[at] > slab.stored[row]:
+                if self._stored_at(there, at) > self._stored_at(slab, row):
                     newer[name] = self.entries[name]
                 else:
                     self._give_up(there, at)
@@ -287,8 +288,18 @@ class Index:
                 self._count_group(slab, row, 1)
         if len(self.entries) < before + len(rows):
             for row, name in zip(rows, names, strict=True):
-                if self.entries[name] != slab.number << 32 | row:
+                there, at = self.place(name)
+                if (there is slab and at == row) or slab.state[row] == DUPLICATE:
+                    continue
+                if there is slab and self._stored_at(slab, row) > self._stored_at(slab, at):
+                    self._give_up(slab, at)
+                    self.entries[name] = slab.number << 32 | row
+                else:
                     self._give_up(slab, row)
+
+    def _stored_at(self, slab: Slab, row: int) -> tuple[int, int]:
+        """When an object was stored: of two the larger is the newer one, for all processes."""
+        return int(slab.stored[row]), slab.number << 32 | row
 
     def _give_up(self, slab: Slab, row: int) -> None:
         """Drop a row whose name another row has: two processes may have stored the object at once, and one died before
