@@ -87,7 +87,7 @@ def test_without_one_rank_all_end_and_say_which_and_a_restart_serves_from_storag
     assert cached(warm)["storage"] > 0 and warm["choices"] == cold["choices"]
 
 
-@pytest.mark.parametrize("changes", [12, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("changes", [12, pytest.param(500, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
 def test_changes_of_the_storage_under_traffic_are_made_on_all_ranks_or_none(changes: int, tmp_path: Path) -> None:
     seed = 20
     print(f"seed {seed}")
