@@ -356,7 +356,9 @@ def audit(core: Core, stepped: bool = False) -> None:
                             elsewhere |= run.here[other] & ~run.bad[other]
                             stuck |= here if resting[other] else (1 << run.here[other].bit_length()) - 1
                     may_go &= ~((1 << (stuck & here & ~elsewhere).bit_length()) - 1)
-                _check(not may_go or core.backups.leaving(), "a salt beyond its share has nothing left that may leave")
+                # What is evicted from the host may wait until other pages of its position have come there.
+                waits = core.backups.leaving() or core.backups.to_host
+                _check(not may_go or waits, "a salt beyond its share has nothing left that may leave")
         if shares is not None and _salt(run) in shares.orders:
             giveable |= giveable << behind
         _check(not giveable & ~standing[id(run)], "a run with an evictable page stands in the eviction order")

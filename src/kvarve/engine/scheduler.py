@@ -211,7 +211,8 @@ class Scheduler(Generic[Each]):
             return False  # the usual case where many wait
         ahead = [lease.done for leases in heads.values() for lease in leases]
         phases = [(task.lease.number, task.lease.phase) for task in line]
-        seen = state, available, growth, wanted, self.cache.shape(), ahead, phases
+        rejected = [self._is_rejected(task, state, needs) for task, needs in zip(line, wanted, strict=True)]
+        seen = state, available, growth, wanted, self.cache.shape(), ahead, phases, rejected
         if seen == self._refused:
             return False
         running = [
@@ -225,10 +226,10 @@ class Scheduler(Generic[Each]):
                 self._turns(task),
                 self.waiting.overtaken(task),
                 self._grows(task),
-                task.rejected_at == (state, needs) or self._waits(task, heads, fetching),
+                again or self._waits(task, heads, fetching),
                 task.lease.phase in FROM_STORAGE,
             )
-            for task, needs in zip(line, wanted, strict=True)
+            for task, needs, again in zip(line, wanted, rejected, strict=True)
         ]
         numbers = {id(task): at for at, task in enumerate(line)}
         order = [numbers[id(task)] for task in self.waiting.order(self._found)]
@@ -275,7 +276,7 @@ class Scheduler(Generic[Each]):
                 if task.retried_at != state and any(less < more for less, more in zip(after, before, strict=True)):
                     task.retried_at = state  # another request has published what it lacked
                 else:
-                    task.rejected_at = state
+                    task.rejected_at = *state, self._resumes_at(task)
             elif not patient:
                 self._fail(task, STALLED)
             elif again:  # its own pins may hold what came to the device since it became ready
@@ -340,6 +341,14 @@ class Scheduler(Generic[Each]):
         """What has to change, or else the request's needs, before a rejected request is tried again."""
         # Probes are not part of it: each try sends one, so two denied requests would retry each other for ever.
         return self.cache.device_state(), len(self.running), len(self.loading)
+
+    def _is_rejected(self, task: Each, state: object, needs: list[int]) -> bool:
+        """Whether a request got fewer slots than seemed available, and would again."""
+        return task.rejected_at is not None and task.rejected_at == (state, needs, self._resumes_at(task))
+
+    def _resumes_at(self, task: Each) -> int:
+        """Where a request would resume: the windows and states there, which it would pin, may be what it lacked."""
+        return self.cache.found(task.lease) if task.lease.reads else 0
 
     # --- what a request would find and need
 
