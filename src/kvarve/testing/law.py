@@ -80,7 +80,8 @@ class Passes:
         place = self._line.index(begun[0])
         turns = _turns(begun[0], core.config.chunk_tokens)
         for task, room in self._rooms:
-            if task in line and self._line.index(task) < place and turns > room:
+            waits = task in line and task.lease.phase is Phase.QUEUED  # and has not turned to storage meanwhile
+            if waits and self._line.index(task) < place and turns > room:
                 self.passed[id(task)] += 1
                 if self.passed[id(task)] > PASSED:
                     return f"a request of {task.length} tokens is passed by {self.passed[id(task)]} that hold it up"
