@@ -233,8 +233,13 @@ def _audit_shares(core: Core, runs: list[Run]) -> dict[tuple[bytes, int], int]:
         return {}
     has, leaving = Counter[tuple[bytes, int]](), Counter[tuple[bytes, int]]()
     for run in runs:
+        coming, host = 0, range(tiers.index(Tier.HOST) * pools, (tiers.index(Tier.HOST) + 1) * pools)
+        for place in host:
+            coming |= run.coming[place]
         for place, here in enumerate(run.here):
             has[_salt(run), place] += here.bit_count()
+            if place in host:  # a page leaves the host once other pages of its position have been copied there
+                leaving[_salt(run), place] += (here & coming).bit_count()
     for lease in core.leases.values():
         for tier, pages in ((Tier.DEVICE, lease.own), (Tier.HOST, lease.landed)):
             for pool, slots in enumerate(pages):
@@ -356,9 +361,7 @@ def audit(core: Core, stepped: bool = False) -> None:
                             elsewhere |= run.here[other] & ~run.bad[other]
                             stuck |= here if resting[other] else (1 << run.here[other].bit_length()) - 1
                     may_go &= ~((1 << (stuck & here & ~elsewhere).bit_length()) - 1)
-                # What is evicted from the host may wait until other pages of its position have come there.
-                waits = core.backups.leaving() or core.backups.to_host
-                _check(not may_go or waits, "a salt beyond its share has nothing left that may leave")
+                _check(not may_go or core.backups.leaving(), "a salt beyond its share has nothing left that may leave")
         if shares is not None and _salt(run) in shares.orders:
             giveable |= giveable << behind
         _check(not giveable & ~standing[id(run)], "a run with an evictable page stands in the eviction order")

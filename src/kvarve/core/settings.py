@@ -30,7 +30,7 @@ class CoreConfig:
     policies: Policies = Policies()
     load_deadline_s: float = LOAD_DEADLINE_S  # how long a request waits for a copy to the device that never ends
     batch_pages: int = 16  # pages per copy: these can be late together; small, so that checks overlap with reads
-    # A copy down from the core's own slots may have more pages than that, up to so many bytes:
+    # A copy down from the core's own slots has more pages while they have fewer bytes than this:
     backup_bytes: int = 16 << 20  # to the host, since ranks have to agree on each copy
     store_bytes: int = 64 << 20  # to storage, since each store waits for the medium
     backup_pages: int = 256  # pages that backups may have in flight at once

@@ -14,15 +14,13 @@ from kvarve.regions import HostRegion
 from kvarve.sizes import format_size
 
 PORTABLE, MAPPED = 1, 2  # flags of cudaHostRegister: for all contexts; in the GPU's address space
-
-
 _MADV_WIPEONFORK = 18  # on Linux; not in the standard library
 
 
 class HostMemory:
     """Memory of exactly `nbytes`, page-aligned and zero. On the CPU the system commits it as it is first written, by
     2 MiB where it has huge pages; for a GPU all of it is pinned. (torch's pinned memory would be rounded up to a power
-    of two.) No forked child has it, unless it is a storage's `region`.
+    of two.) On Linux no forked child has it, unless it is a storage's `region`.
     """
 
     def __init__(self, nbytes: int, device: torch.device, cudart: Any = None, region: HostRegion | None = None) -> None:

@@ -44,7 +44,7 @@ DEFAULT_THREADS = 4
 _HELD = nullcontext()  # the caller holds the lock
 SECOND_NS = 1_000_000_000
 _ROW = (1 << 32) - 1
-_NEAR = 256  # rows: reading so many more takes less than reading twice
+_NEAR = 256  # rows: one read of a gap this long takes less time than a second read
 
 
 def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
@@ -107,7 +107,7 @@ def number_of(group: str) -> int:
 
 
 def _adjacent(rows: Iterable[int], gap: int = 0) -> Iterator[tuple[int, int]]:
-    """Rows as runs, with gaps of so many other rows at most: the first of each, and how many."""
+    """The first row and the length of each run of rows; a run bridges gaps of up to `gap` rows."""
     ordered = sorted(rows)
     begins = [i for i, row in enumerate(ordered) if not i or ordered[i - 1] + gap < row - 1]
     for begin, end in itertools.pairwise([*begins, len(ordered)]):
@@ -274,7 +274,7 @@ class Index:
         for name, row in zip(names, rows, strict=True):
             if name in self.entries:
                 there, at = self.place(name)
-                if self._stored_at(there, at) > self._stored_at(slab, row):
+                if there.stored_at(at) > slab.stored_at(row):
                     newer[name] = self.entries[name]
                 else:
                     self._give_up(there, at)
@@ -291,15 +291,11 @@ class Index:
                 there, at = self.place(name)
                 if (there is slab and at == row) or slab.state[row] == DUPLICATE:
                     continue
-                if there is slab and self._stored_at(slab, row) > self._stored_at(slab, at):
-                    self._give_up(slab, at)
+                if slab.stored_at(row) > there.stored_at(at):
+                    self._give_up(there, at)
                     self.entries[name] = slab.number << 32 | row
                 else:
                     self._give_up(slab, row)
-
-    def _stored_at(self, slab: Slab, row: int) -> tuple[int, int]:
-        """When an object was stored: of two the larger is the newer one, for all processes."""
-        return int(slab.stored[row]), slab.number << 32 | row
 
     def _give_up(self, slab: Slab, row: int) -> None:
         """Drop a row whose name another row has: two processes may have stored the object at once, and one died before

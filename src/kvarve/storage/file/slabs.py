@@ -262,6 +262,10 @@ class Slab:
         """Close its files, and with them its locks."""
         self._closing()
 
+    def stored_at(self, row: int) -> tuple[int, int, int]:
+        """When an object was stored: the larger one of two is the newer object, for all processes."""
+        return int(self.stored[row]), self.number, row
+
     def stamp(self, row: int, used: int, uses: int) -> None:
         """Write an object's time and number of uses; never synced."""
         self.disk.write(self.table, [STAMP.pack(used, uses)], self.shape.entry_at(row) + USED_AT)
