@@ -13,7 +13,7 @@ from test_crashes import Quick, die, intact, names, opened, pages, store
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.index import Put
+from kvarve.storage.file.put import Put
 from kvarve.testing.faulty_disk import Died, FaultyDisk
 from kvarve.testing.suite import LABEL
 

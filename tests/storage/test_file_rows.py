@@ -17,7 +17,7 @@ from test_crashes import Page, Quick, die, intact, intact_anew, names, opened, p
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.index import Put
+from kvarve.storage.file.put import Put
 from kvarve.storage.file.table import FREE
 from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import LABEL

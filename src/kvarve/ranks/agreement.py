@@ -6,6 +6,7 @@ scheduler turn.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvarve.core.effects import Began, Ended, Event, Verified, agreed
@@ -86,6 +87,16 @@ def granted(proposals: Sequence[Proposal | None]) -> bool | None:
     return all(proposal is not None and proposal.ready and proposal == proposals[0] for proposal in proposals)
 
 
+@dataclass
+class _Vote:
+    """On which ranks a copy or probe has begun, been verified and ended."""
+
+    begun: set[int] = field(default_factory=set)
+    verified: dict[int, Verified] = field(default_factory=dict)
+    ended: dict[int, Ended] = field(default_factory=dict)
+    told: bool = False  # to the cores, that it has begun
+
+
 class Votes:
     """The events of all ranks, until each has happened on every rank; the part of an agreement without a network.
 
@@ -94,32 +105,32 @@ class Votes:
     """
 
     def __init__(self, ranks: int) -> None:
-        # By rank: copies and probes not yet ended on all ranks.
-        self._begun: list[set[int]] = [set() for _ in range(ranks)]
-        self._verified: list[dict[int, Verified]] = [{} for _ in range(ranks)]
-        self._ended: list[dict[int, Ended]] = [{} for _ in range(ranks)]
-        self._told: set[int] = set()  # copies begun on all ranks, of which the cores know
+        self._ranks = ranks
+        self._open: dict[int, _Vote] = {}  # copies and probes that have begun on some rank and not ended on all
 
     def merge(self, news: Sequence[Iterable[Event]]) -> list[Event]:
         """Take the new events of each rank; returns those that have happened on all now, in one order."""
-        for begun, verified, ended, events in zip(self._begun, self._verified, self._ended, news, strict=True):
+        begins, checks, ends = list[Event](), list[Event](), list[Event]()
+        changed: dict[int, _Vote] = {}
+        for rank, events in enumerate(news):
             for event in events:
-                begun.add(event.op)
+                vote = changed[event.op] = self._open.setdefault(event.op, _Vote())
+                vote.begun.add(rank)
                 if isinstance(event, Verified):
-                    verified[event.op] = event
+                    vote.verified[rank] = event
                 elif isinstance(event, Ended):
-                    ended[event.op] = event
-        over = sorted(set.intersection(*(set(ended) for ended in self._ended)))
-        ends = [agreed([ended.pop(op) for ended in self._ended]) for op in over]
-        for begun, verified in zip(self._begun, self._verified, strict=True):
-            begun.difference_update(over)
-            for op in over:
-                verified.pop(op, None)
-        checked = sorted(set.intersection(*(set(verified) for verified in self._verified)))
-        checks = [agreed([verified.pop(op) for verified in self._verified]) for op in checked]
-        everywhere = set.intersection(*self._begun)
-        begins = [Began(op) for op in sorted(everywhere - self._told)]
-        self._told = everywhere
+                    vote.ended[rank] = event
+        for op, vote in sorted(changed.items()):
+            if len(vote.ended) == self._ranks:
+                ends.append(agreed([*vote.ended.values()]))
+                del self._open[op]
+                continue
+            if len(vote.begun) == self._ranks and not vote.told:
+                begins.append(Began(op))
+                vote.told = True
+            if len(vote.verified) == self._ranks:
+                checks.append(agreed([*vote.verified.values()]))
+                vote.verified.clear()
         return [*begins, *checks, *ends]
 
 

@@ -288,6 +288,13 @@ class Disk:
             return False
         return True
 
+    def locked_range(self, file: int, at: int, size_bytes: int) -> tuple[int, int] | None:
+        """One of the ranges that other open files have locked and that overlap this one: where it begins, and its bytes
+        (0: up to the end of any file). None if there is none now."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, size_bytes, 0)
+        kind, _, begin, found_bytes, _ = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))
+        return None if kind == fcntl.F_UNLCK else (begin, found_bytes)
+
     def unlock_range(self, file: int, at: int, size_bytes: int) -> None:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, at, size_bytes, 0))
 

@@ -8,10 +8,9 @@ import itertools
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import not_
 
 import numpy as np
@@ -23,7 +22,8 @@ from kvarve.storage.file.clock import CLOCK, Clock
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.folder import CHANGES, Folder, slab_name, slab_numbers
 from kvarve.storage.file.orders import ORDERS
-from kvarve.storage.file.slabs import STRIPES, Broken, Slab, states_of, unlink
+from kvarve.storage.file.put import Put
+from kvarve.storage.file.slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink
 from kvarve.storage.file.table import (
     BROKEN,
     DUPLICATE,
@@ -39,7 +39,6 @@ from kvarve.storage.file.table import (
 
 log = logging.getLogger(__name__)
 
-RowAddress = tuple[Slab, int]
 DEFAULT_THREADS = 4
 _HELD = nullcontext()  # the caller holds the lock
 SECOND_NS = 1_000_000_000
@@ -66,39 +65,6 @@ class Limits:
     ttl_ns: int | None = None
     quota_bytes: int | None = None
     durable: bool = True
-
-
-@dataclass(eq=False)
-class Put:
-    """One put, in one or two rounds. Objects have their numbers in the call. It may not evict what it answers for."""
-
-    names: Sequence[str] = ()
-    data: Sequence[Sequence[memoryview]] = ()
-    answers: dict[int, bool] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)  # entries of what was there already, and of what it stored
-    stored: set[RowAddress] = field(default_factory=set)
-    touched: set[Slab] = field(default_factory=set)  # of all objects that it answers for
-    of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
-    freed_bytes: int = 0  # of the disk, by slabs that it removed
-    low: bool = False  # the disk is as full as it may be, so only rows whose blocks are allocated are usable
-    full: bool = False  # the disk had no blocks for a free row, so only rows that were filled before are usable
-
-    # Of the round:
-    places: dict[int, RowAddress] = field(default_factory=dict)  # rows to be filled
-    failed: dict[int, OSError] = field(default_factory=dict)
-    moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
-    slabs: set[Slab] = field(default_factory=set)  # with objects that it answers for and that may not be synced yet
-    lost: dict[Slab, OSError] = field(default_factory=dict)  # slabs of which a sync failed
-    busy: set[Slab] = field(default_factory=set)  # slabs of which other processes are filling the last free rows
-    contended: bool = False  # other processes had all rows, or removed a slab
-
-    def __post_init__(self) -> None:
-        self.sizes = [sum([view.nbytes for view in pieces]) for pieces in self.data]
-
-    def begin_round(self) -> None:
-        for of_round in (self.places, self.failed, self.moving, self.slabs, self.busy, self.of_group):
-            of_round.clear()
-        self.contended = False
 
 
 def number_of(group: str) -> int:
@@ -128,6 +94,7 @@ class Index:
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
         self.held: dict[Slab, set[int]] = {}  # rows that this process has seized
+        self._stale: dict[Slab, set[int]] = defaultdict(set)  # stripes that others have changed since they were read
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self.failed: dict[int, Slab] = {}  # by identity: a sync failed, so they are not used, and wait to be removed
         self._unopened: set[int] = set()  # numbers of slabs that could not be opened
@@ -179,8 +146,18 @@ class Index:
 
     # --- reading the tables
 
-    def refresh(self) -> None:
-        """Take over what other processes have changed."""
+    def refresh(self, names: Collection[str] | None = None) -> None:
+        """Take over what other processes have changed. With `names`, what decides whether these are there and where:
+        while all of them are known, only the stripes in which they lie are read."""
+        self._look()
+        if names is not None and self._stale and all(map(self.entries.__contains__, names)):
+            self._read_stripes(self._stripes_of(names))
+            if all(map(self.entries.__contains__, names)):
+                return
+        self._read_stripes({slab: {*stripes} for slab, stripes in self._stale.items()})
+
+    def _look(self) -> None:
+        """Mark the stripes that other processes have changed as stale, and open the slabs that they have made."""
         unopened = []
         for changed in self.changes.look():
             slab = self.slabs.get(changed.number)
@@ -188,9 +165,7 @@ class Index:
                 self.forget(slab)
                 slab = None
             if slab is not None:
-                gap = _NEAR * STRIPES // slab.shape.slots
-                for first, count in _adjacent(range(STRIPES) if changed.stripes is None else changed.stripes, gap):
-                    self._read(slab, slab.rows_of(first)[0], slab.rows_of(first + count - 1)[1])
+                self._stale[slab].update(range(STRIPES) if changed.stripes is None else changed.stripes)
             elif changed.identity and changed.identity not in self.failed:
                 # A slab that cannot be opened counts as missing.
                 try:
@@ -203,6 +178,22 @@ class Index:
                 except OSError:
                     unopened.append(changed.number)
         self._unopened.update(unopened)
+
+    def _stripes_of(self, names: Iterable[str]) -> dict[Slab, set[int]]:
+        """The stale stripes in which these objects were last seen."""
+        found = defaultdict[Slab, set[int]](set)
+        for slab, row in map(self.place, names):
+            if (stripe := row * STRIPES // slab.shape.slots) in self._stale.get(slab, ()):
+                found[slab].add(stripe)
+        return found
+
+    def _read_stripes(self, which: Mapping[Slab, set[int]]) -> None:
+        for slab, stripes in which.items():
+            for first, count in _adjacent(stripes, _NEAR * STRIPES // slab.shape.slots):
+                self._read(slab, slab.rows_of(first)[0], slab.rows_of(first + count - 1)[1])
+            self._stale[slab] -= stripes
+            if not self._stale[slab]:
+                del self._stale[slab]
 
     def look_again(self) -> None:
         """Have the next refresh try slabs again that could not be opened."""
@@ -333,12 +324,13 @@ class Index:
         self.slabs.pop(slab.number, None)
         self._let_go(slab, [row for row in self._dirty.pop(slab, ()) if slab.state[row] != RESERVED])
         self._unclear.discard(slab)
+        self._stale.pop(slab, None)
 
     def close(self) -> None:
         """Drop all references to slabs, so that their files close once the last read has ended."""
         for slab in [*self.slabs.values()]:
             self.slabs.pop(slab.number)
-        for known in (self.entries, self._dirty, self._unclear, self.failed):
+        for known in (self.entries, self._dirty, self._unclear, self._stale, self.failed):
             known.clear()
 
     # --- changes
@@ -350,9 +342,14 @@ class Index:
 
     def _seize(self, slab: Slab, first: int, count: int) -> list[int]:
         """Seize adjacent rows, those that can be."""
-        rows = range(first, first + count)
         if not slab.lock(first, count):
-            return [row for row in rows if count > 1 and self._seize(slab, row, 1)]
+            if count == 1:
+                return []
+            middle = first + count // 2
+            taken, after = slab.locked(first, count) or (middle, middle)  # another process has many side by side
+            parts = (first, taken - first), (after, first + count - after)
+            return [row for at, some in parts if some for row in self._seize(slab, at, some)]
+        rows = range(first, first + count)
         self.held.setdefault(slab, set()).update(rows)
         known = [False] * count
         with suppress(OSError):  # they are unreadable now

@@ -19,9 +19,10 @@ from kvarve.storage.base import group_of
 from kvarve.storage.file.disk import FULL, NotOurs
 from kvarve.storage.file.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
 from kvarve.storage.file.idle_models import IdleModels, Offer
-from kvarve.storage.file.index import SECOND_NS, Index, Put, RowAddress, number_of
+from kvarve.storage.file.index import SECOND_NS, Index, number_of
 from kvarve.storage.file.orders import EvictionQueue, LastUse, coldest
-from kvarve.storage.file.slabs import Broken, Slab, unlink
+from kvarve.storage.file.put import Put
+from kvarve.storage.file.slabs import Broken, RowAddress, Slab, unlink
 from kvarve.storage.file.table import MOST_USES, STORED, Shape, slot_bytes_for
 
 log = logging.getLogger(__name__)

@@ -248,6 +248,19 @@ class Slab:
         """Lock the slots of adjacent rows. False: another process has some of them."""
         return self.disk.lock_range(self.file, self.shape.slot_at(first), count * self.shape.slot_bytes)
 
+    def locked(self, first: int, count: int) -> tuple[int, int] | None:
+        """Adjacent ones of these rows that another process has locked, the last one excluded; None if there are none
+        now, or the file system does not tell."""
+        slot_bytes, end = self.shape.slot_bytes, first + count
+        found = None
+        with suppress(OSError):
+            found = self.disk.locked_range(self.file, self.shape.slot_at(first), count * slot_bytes)
+        if found is None:
+            return None
+        at, size_bytes = found
+        last = -(-(at + size_bytes) // slot_bytes) if size_bytes else end
+        return max(first, at // slot_bytes), min(last, end)
+
     def unlock(self, first: int, count: int) -> None:
         self.disk.unlock_range(self.file, self.shape.slot_at(first), count * self.shape.slot_bytes)
 
@@ -288,12 +301,18 @@ class Slab:
                 return sorted(set(found))
             free = np.flatnonzero(self.state == FREE)
             first = 0
-            if self._shared and len(free):  # begin in any of the stripes that have most
-                of_stripe = np.bincount(self.stripe(free))
-                begin, _ = self.rows_of(random.choice(np.flatnonzero(of_stripe == of_stripe.max()).tolist()))
-                first = int(np.searchsorted(free, begin))
+            if self._shared and len(free):
+                first = int(np.searchsorted(free, self._begin_in(free)))
             self.free = np.roll(free[::-1], first).tolist()
             self.searched = True  # from now on rows that become free are added
+
+    def _begin_in(self, free: Rows) -> int:
+        """The first row of a stripe that has as many free rows as any, and that no other process fills now."""
+        of_stripe = np.bincount(self.stripe(free))
+        most = np.flatnonzero(of_stripe >= of_stripe.max() - 1).tolist()  # some have one row less
+        random.shuffle(most)
+        rows = [self.rows_of(stripe) for stripe in most]
+        return next((first for first, last in rows if self.locked(first, last - first) is None), rows[0][0])
 
     def move_on(self) -> None:
         """Another process takes the same rows: take others from now on."""
@@ -374,6 +393,9 @@ class Slab:
             if self.disk.write(self.direct, views, at) == sum(view.nbytes for view in views):
                 return
         write_all(self.disk, self.file, views, at)
+
+
+RowAddress = tuple[Slab, int]
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import not_
 from pathlib import Path
@@ -25,9 +25,10 @@ from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
 from kvarve.storage.file.disk import FULL, Disk
 from kvarve.storage.file.folder import Folder, Medium, check_contents, check_folder, tries
-from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, Put, RowAddress, check_limits
+from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, check_limits
+from kvarve.storage.file.put import Put
 from kvarve.storage.file.slab_allocator import AT_ONCE, SlabAllocator
-from kvarve.storage.file.slabs import Mover, RowSpan, Slab
+from kvarve.storage.file.slabs import Mover, RowAddress, RowSpan, Slab
 
 log = logging.getLogger(__name__)
 
@@ -158,12 +159,12 @@ class FileStorage(Storage):
     # --- the calls
 
     @contextmanager
-    def _looking(self) -> Iterator[Index]:
-        """The index with all changes so far, for moments."""
+    def _looking(self, names: Collection[str] | None = None) -> Iterator[Index]:
+        """The index with all changes so far that concern these names (None: all), for moments."""
         self._require_in_place()
         with self._asking, self._lock, self._medium:
             self._require_open()
-            self._index.refresh()
+            self._index.refresh(names)
             yield self._index
 
     def _let_readers_in(self) -> None:
@@ -173,7 +174,7 @@ class FileStorage(Storage):
             pass
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        with self._looking() as index:
+        with self._looking(names) as index:
             if self._limits.ttl_ns is None:
                 entries = index.entries
                 found = [name in entries for name in names]
@@ -189,7 +190,7 @@ class FileStorage(Storage):
         check_batch(names, into)
         pieces, generations, sizes = [], [], []
         answers: list[int | None] = [None] * len(names)
-        with self._looking() as index:
+        with self._looking(names) as index:
             now_ns = index.clock.now_ns()
             for number, (name, view) in enumerate(zip(names, into, strict=True)):
                 place = index.find(name, now_ns)
@@ -208,7 +209,7 @@ class FileStorage(Storage):
             removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
         with self._asking, self._lock, self._medium:
             self._require_open()
-            self._index.refresh()
+            self._index.refresh([names[piece.number] for piece in pieces])
             for piece, generation, size_bytes in zip(pieces, generations, sizes, strict=True):
                 if piece.slab in removed or not self._index.is_current((piece.slab, piece.row), generation):
                     continue
@@ -272,7 +273,7 @@ class FileStorage(Storage):
 
     def touch(self, names: Sequence[str]) -> None:
         check_names(names)
-        with self._looking() as index:
+        with self._looking(names) as index:
             now_ns = index.clock.now_ns()
             found = [place for name in dict.fromkeys(names) if (place := index.find(name, now_ns)) is not None]
             stamps = index.use(found) if not self._for_maintenance else []
