@@ -12,7 +12,7 @@ import pytest
 from kvarve.core.effects import Began, Ended, Event, Verified
 from kvarve.errors import ConfigError
 from kvarve.ranks.agreement import AgreedStep, Proposal
-from kvarve.ranks.group import FAILED, STUCK, Group
+from kvarve.ranks.group import BEGUN_S, FAILED, STUCK, Group
 from kvarve.ranks.star import FRAME, Dead, GroupEnded, Late, Link, Listener, Star, alike, connect
 
 TURNS = 10_000  # of which a few are needed, more on a machine that is slow to pass on what a rank sends
@@ -112,6 +112,32 @@ def test_rank_0_sleeps_until_an_event_has_happened_on_every_rank(three: Ranks, l
     assert [group.exchanges for group in three.groups] == exchanges, "no rank was asked"
     assert three.turn().events == [Ended(7, 1)]
     assert three.turn().events == []
+
+
+def test_what_has_only_begun_waits_a_moment_for_other_events(three: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    star, patience_s, late = three.stars[0], list[float](), [Ended(7, 1)]
+    ready = star.ready
+
+    def tell(event: Event) -> None:
+        for group in three.groups:
+            assert group.happened(event)
+
+    def sleeps(timeout_s: float) -> list[int]:
+        patience_s.append(timeout_s)
+        return ready(timeout_s)
+
+    def sleeps_until_told(timeout_s: float) -> list[int]:
+        tell(late.pop()) if late else None
+        return ready(timeout_s)
+
+    monkeypatch.setattr(star, "ready", sleeps)
+    tell(Began(7))
+    assert three.groups[0].wait(LONG_S, never), "a turn is due, if a late one"
+    assert 0.0 <= patience_s[-1] <= BEGUN_S
+    monkeypatch.setattr(star, "ready", sleeps_until_told)
+    assert three.groups[0].wait(LONG_S, never)
+    assert not late
+    assert three.turn().events == [Began(7), Ended(7, 1)], "both in one turn"
 
 
 def test_whoever_wakes_rank_0_ends_its_wait(three: Ranks) -> None:

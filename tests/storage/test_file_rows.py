@@ -1,12 +1,14 @@
 """Rows of a table that cannot be read, of a put that was interrupted, and on a disk that is full."""
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.put import Put
-from kvarve.storage.file.table import FREE
+from kvarve.storage.file.slabs import STRIPES, RowSpan, runs
+from kvarve.storage.file.table import FREE, Shape
 from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import LABEL
 
@@ -439,6 +442,80 @@ def test_a_process_moves_on_when_another_has_all_rows_of_its_put(tmp_path: Path)
             other._reserve(put, range(len(held)))
             assert not slab._shared and all(store(one, others)) and slab._shared
             other._release_rows(put)
+
+
+class CountsLocks(Quick):
+    """How often rows are locked; `tells` of the locks of others."""
+
+    def __init__(self, tells: bool = True) -> None:
+        self.tells, self.calls = tells, 0
+
+    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
+        self.calls += 1
+        return super().lock_range(file, at, size_bytes)
+
+    def locked_range(self, file: int, at: int, size_bytes: int) -> tuple[int, int] | None:
+        if not self.tells:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        return super().locked_range(file, at, size_bytes)
+
+
+def _prefer(storage: FileStorage, rows: range) -> None:
+    """Have a store take these rows of its only slab next."""
+    (slab,) = storage._index.slabs.values()
+    slab.free, slab.searched = [*reversed(rows)], True
+
+
+@pytest.mark.parametrize(("tells", "most"), [(True, 4), (False, 60)])
+def test_rows_beside_those_of_another_process_are_locked_with_few_calls(tmp_path: Path, tells: bool, most: int) -> None:
+    disk = CountsLocks(tells)
+    with closing(opened(tmp_path / "store", disk, capacity=8 * MIB)) as one:
+        assert all(store(one, pages("full", 1)))
+        (slab,) = one._index.slabs.values()
+        with closing(opened(tmp_path / "store", Quick(), capacity=8 * MIB)) as other:
+            theirs, mine = pages("full", *range(10, 30)), pages("full", *range(40, 70))
+            other.exists(["x"])
+            _prefer(other, range(20, 40))
+            put = Put(names(theirs), [[page.record()] for page in theirs])
+            other._reserve(put, range(len(theirs)))
+            _prefer(one, range(15, 45))
+            disk.calls = 0
+            places = one._index.reserve(Put(), slab.shape.slot_bytes, 30)
+            assert [row for _, row in places] == [*range(15, 20), *range(40, 45)]
+            assert disk.calls <= most
+            one._index.release(places)
+            assert all(store(one, mine))
+            other._write(put)
+            other._commit(put)
+            assert intact(one, theirs + mine) == intact(other, theirs + mine) == {*theirs, *mine}
+
+
+def test_a_process_fills_a_stripe_that_no_other_one_fills(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "store", Quick(), capacity=8 * MIB)) as one:
+        assert all(store(one, pages("full", 1)))
+        (slab,) = one._index.slabs.values()
+        with closing(opened(tmp_path / "store", Quick(), capacity=8 * MIB)) as other:
+            other.exists(["x"])
+            theirs = other._index.slabs[slab.number]
+            for stripe in {*range(STRIPES)} - {7}:
+                assert theirs.lock(theirs.rows_of(stripe)[1] - 1, 1)
+            for _ in range(20):
+                slab.move_on()
+                assert {slab.stripe(np.array(slab.take_free(2))).tolist()[0]} == {7}
+
+
+def test_the_bytes_of_a_call_are_divided_among_all_threads(tmp_path: Path) -> None:
+    memory = memoryview(mmap.mmap(-1, 16 * MIB))
+
+    def lengths(count: int, size_bytes: int, threads: int) -> list[int]:
+        slab: Any = SimpleNamespace(number=0, shape=Shape(size_bytes, 64))
+        pieces = [RowSpan(i, slab, i, memory[i * size_bytes : (i + 1) * size_bytes]) for i in range(count)]
+        return [len(run) for run in runs(pieces, threads)]
+
+    assert lengths(16, MIB, 4) == [4] * 4
+    assert lengths(16, MIB, 1) == [4] * 4, "a run has at most 4 MiB"
+    assert lengths(16, MIB // 4, 4) == [4] * 4
+    assert lengths(4, MIB // 4, 4) == [4], "and no less than 1 MiB"
 
 
 def test_rows_of_stripes_with_unchanged_ones_between_them_are_all_read(tmp_path: Path) -> None:

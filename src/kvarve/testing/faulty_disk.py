@@ -218,6 +218,10 @@ class FaultyDisk(Disk):
         self._live()
         return super().lock_range(file, at, size_bytes)
 
+    def locked_range(self, file: int, at: int, size_bytes: int) -> tuple[int, int] | None:
+        self._live()
+        return super().locked_range(file, at, size_bytes)
+
     def unlock_range(self, file: int, at: int, size_bytes: int) -> None:
         self._live()
         super().unlock_range(file, at, size_bytes)

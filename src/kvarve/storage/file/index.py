@@ -8,7 +8,7 @@ import itertools
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from operator import not_
@@ -94,7 +94,6 @@ class Index:
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
         self.held: dict[Slab, set[int]] = {}  # rows that this process has seized
-        self._stale: dict[Slab, set[int]] = defaultdict(set)  # stripes that others have changed since they were read
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self.failed: dict[int, Slab] = {}  # by identity: a sync failed, so they are not used, and wait to be removed
         self._unopened: set[int] = set()  # numbers of slabs that could not be opened
@@ -146,18 +145,8 @@ class Index:
 
     # --- reading the tables
 
-    def refresh(self, names: Collection[str] | None = None) -> None:
-        """Take over what other processes have changed. With `names`, what decides whether these are there and where:
-        while all of them are known, only the stripes in which they lie are read."""
-        self._look()
-        if names is not None and self._stale and all(map(self.entries.__contains__, names)):
-            self._read_stripes(self._stripes_of(names))
-            if all(map(self.entries.__contains__, names)):
-                return
-        self._read_stripes({slab: {*stripes} for slab, stripes in self._stale.items()})
-
-    def _look(self) -> None:
-        """Mark the stripes that other processes have changed as stale, and open the slabs that they have made."""
+    def refresh(self) -> None:
+        """Take over what other processes have changed."""
         unopened = []
         for changed in self.changes.look():
             slab = self.slabs.get(changed.number)
@@ -165,7 +154,9 @@ class Index:
                 self.forget(slab)
                 slab = None
             if slab is not None:
-                self._stale[slab].update(range(STRIPES) if changed.stripes is None else changed.stripes)
+                gap = _NEAR * STRIPES // slab.shape.slots
+                for first, count in _adjacent(range(STRIPES) if changed.stripes is None else changed.stripes, gap):
+                    self._read(slab, slab.rows_of(first)[0], slab.rows_of(first + count - 1)[1])
             elif changed.identity and changed.identity not in self.failed:
                 # A slab that cannot be opened counts as missing.
                 try:
@@ -178,22 +169,6 @@ class Index:
                 except OSError:
                     unopened.append(changed.number)
         self._unopened.update(unopened)
-
-    def _stripes_of(self, names: Iterable[str]) -> dict[Slab, set[int]]:
-        """The stale stripes in which these objects were last seen."""
-        found = defaultdict[Slab, set[int]](set)
-        for slab, row in map(self.place, names):
-            if (stripe := row * STRIPES // slab.shape.slots) in self._stale.get(slab, ()):
-                found[slab].add(stripe)
-        return found
-
-    def _read_stripes(self, which: Mapping[Slab, set[int]]) -> None:
-        for slab, stripes in which.items():
-            for first, count in _adjacent(stripes, _NEAR * STRIPES // slab.shape.slots):
-                self._read(slab, slab.rows_of(first)[0], slab.rows_of(first + count - 1)[1])
-            self._stale[slab] -= stripes
-            if not self._stale[slab]:
-                del self._stale[slab]
 
     def look_again(self) -> None:
         """Have the next refresh try slabs again that could not be opened."""
@@ -324,13 +299,12 @@ class Index:
         self.slabs.pop(slab.number, None)
         self._let_go(slab, [row for row in self._dirty.pop(slab, ()) if slab.state[row] != RESERVED])
         self._unclear.discard(slab)
-        self._stale.pop(slab, None)
 
     def close(self) -> None:
         """Drop all references to slabs, so that their files close once the last read has ended."""
         for slab in [*self.slabs.values()]:
             self.slabs.pop(slab.number)
-        for known in (self.entries, self._dirty, self._unclear, self._stale, self.failed):
+        for known in (self.entries, self._dirty, self._unclear, self.failed):
             known.clear()
 
     # --- changes

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 # Parts of a slab's table, each read again by itself when another process has changed it.
 STRIPES = 15
-_RUN_BYTES = 4 << 20  # of adjacent slots moved by one system call, at most
+_RUN_BYTES = 1 << 20, 4 << 20  # of adjacent slots moved by one system call: a call's are divided among all threads
 _READ_TABLE_BYTES = 16 << 20
 _MOVE, _SYNC = 0, 1  # two pools of threads: else a sync would queue behind the writes of other puts
 _Work = TypeVar("_Work")
@@ -417,8 +417,10 @@ class RowSpan:
             self.aligned = self.aligned and is_aligned(view)
 
 
-def runs(pieces: Iterable[RowSpan]) -> list[list[RowSpan]]:
+def runs(pieces: Sequence[RowSpan], threads: int) -> list[list[RowSpan]]:
     """Group adjacent pieces where each but the last fills its slot and direct I/O may use its memory."""
+    least, most = _RUN_BYTES
+    most = min(most, max(least, sum(piece.size_bytes for piece in pieces) // threads))
     found: list[list[RowSpan]] = []
     moved = 0
     for piece in sorted(pieces, key=lambda piece: (piece.slab.number, piece.row)):
@@ -428,7 +430,7 @@ def runs(pieces: Iterable[RowSpan]) -> list[list[RowSpan]]:
             and last.slab is piece.slab
             and last.row + 1 == piece.row
             and last.size_bytes == piece.slab.shape.slot_bytes
-            and moved + piece.size_bytes <= _RUN_BYTES
+            and moved + piece.size_bytes <= most
             and last.aligned
             and piece.aligned
         ):
@@ -461,7 +463,7 @@ class Mover:
                 counts[piece.number] = max(0, min(count, piece.view.nbytes))
                 count -= piece.view.nbytes
 
-        for run, error in self._each(runs(pieces), read):
+        for run, error in self._each(runs(pieces, self._threads), read):
             for piece in run if error is not None else ():
                 try:
                     counts[piece.number] = piece.slab.read([piece])
@@ -472,7 +474,7 @@ class Mover:
     def write(self, pieces: Sequence[RowSpan], moving: list[Future[OSError | None]]) -> dict[int, OSError]:
         """The errors, by number. Writes that go on if this is interrupted are in `moving`."""
         troubles: dict[int, OSError] = {}
-        for run, error in self._each(runs(pieces), lambda run: run[0].slab.write(run), moving=moving):
+        for run, error in self._each(runs(pieces, self._threads), lambda run: run[0].slab.write(run), moving=moving):
             for piece in run if error is not None else ():
                 try:
                     piece.slab.write([piece])

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import not_
 from pathlib import Path
@@ -159,12 +159,12 @@ class FileStorage(Storage):
     # --- the calls
 
     @contextmanager
-    def _looking(self, names: Collection[str] | None = None) -> Iterator[Index]:
-        """The index with all changes so far that concern these names (None: all), for moments."""
+    def _looking(self) -> Iterator[Index]:
+        """The index with all changes so far, for moments."""
         self._require_in_place()
         with self._asking, self._lock, self._medium:
             self._require_open()
-            self._index.refresh(names)
+            self._index.refresh()
             yield self._index
 
     def _let_readers_in(self) -> None:
@@ -174,7 +174,7 @@ class FileStorage(Storage):
             pass
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        with self._looking(names) as index:
+        with self._looking() as index:
             if self._limits.ttl_ns is None:
                 entries = index.entries
                 found = [name in entries for name in names]
@@ -190,7 +190,7 @@ class FileStorage(Storage):
         check_batch(names, into)
         pieces, generations, sizes = [], [], []
         answers: list[int | None] = [None] * len(names)
-        with self._looking(names) as index:
+        with self._looking() as index:
             now_ns = index.clock.now_ns()
             for number, (name, view) in enumerate(zip(names, into, strict=True)):
                 place = index.find(name, now_ns)
@@ -209,7 +209,7 @@ class FileStorage(Storage):
             removed = {slab for slab in {piece.slab for piece in pieces} if slab.is_gone()}
         with self._asking, self._lock, self._medium:
             self._require_open()
-            self._index.refresh([names[piece.number] for piece in pieces])
+            self._index.refresh()
             for piece, generation, size_bytes in zip(pieces, generations, sizes, strict=True):
                 if piece.slab in removed or not self._index.is_current((piece.slab, piece.row), generation):
                     continue
@@ -273,7 +273,7 @@ class FileStorage(Storage):
 
     def touch(self, names: Sequence[str]) -> None:
         check_names(names)
-        with self._looking(names) as index:
+        with self._looking() as index:
             now_ns = index.clock.now_ns()
             found = [place for name in dict.fromkeys(names) if (place := index.find(name, now_ns)) is not None]
             stamps = index.use(found) if not self._for_maintenance else []
