@@ -165,7 +165,7 @@ class PrefixCache:
         """Sleep until a copy has ended, a request's patience has, or `wake` was called; at most `timeout_s`.
 
         Of several ranks only rank 0 sleeps, as the others wait for its next step; while copies are in flight, until one
-        has ended on all ranks, or for `LOOK_S`.
+        has begun or ended on all ranks (`Agreement.wait`), or for `LOOK_S`.
         """
         if self.rank:
             return True

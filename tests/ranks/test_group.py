@@ -140,6 +140,25 @@ def test_what_has_only_begun_waits_a_moment_for_other_events(three: Ranks, monke
     assert three.turn().events == [Began(7), Ended(7, 1)], "both in one turn"
 
 
+def test_news_without_end_do_not_keep_rank_0_from_the_turn_for_what_has_begun(
+    three: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    star, clock, told = three.stars[0], [0.0], [*range(100, 100 + TURNS)]
+    ready = star.ready
+
+    def floods(timeout_s: float) -> list[int]:
+        clock[0] += BEGUN_S / 10
+        assert three.groups[1].happened(Began(told.pop()))
+        return ready(LONG_S)
+
+    for group in three.groups:
+        assert group.happened(Began(7))
+    monkeypatch.setattr(star, "clock", lambda: clock[0])
+    monkeypatch.setattr(star, "ready", floods)
+    assert three.groups[0].wait(LONG_S, never)
+    assert clock[0] <= 2 * BEGUN_S
+
+
 def test_whoever_wakes_rank_0_ends_its_wait(three: Ranks) -> None:
     woken = threading.Event()
 

@@ -21,7 +21,7 @@ from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.put import Put
 from kvarve.storage.file.slabs import STRIPES, RowSpan, runs
-from kvarve.storage.file.table import FREE, Shape
+from kvarve.storage.file.table import FREE, STORED, Shape
 from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import LABEL
 
@@ -490,18 +490,48 @@ def test_rows_beside_those_of_another_process_are_locked_with_few_calls(tmp_path
             assert intact(one, theirs + mine) == intact(other, theirs + mine) == {*theirs, *mine}
 
 
-def test_a_process_fills_a_stripe_that_no_other_one_fills(tmp_path: Path) -> None:
-    with closing(opened(tmp_path / "store", Quick(), capacity=8 * MIB)) as one:
+@pytest.mark.parametrize("full", [False, True], ids=["empty", "one row of some stripes is free"])
+def test_a_process_fills_a_stripe_that_no_other_one_fills(tmp_path: Path, full: bool) -> None:
+    with closing(opened(tmp_path / "store", Quick(), capacity=136 * MIB // 16)) as one:
+        assert all(store(one, pages("full", 1)))
+        (slab,) = one._index.slabs.values()
+        sizes = [last - first for first, last in map(slab.rows_of, range(STRIPES))]
+        small = sizes.index(min(sizes), 1)
+        assert min(sizes) < max(sizes)
+        last_rows = [slab.rows_of(stripe)[1] - 1 for stripe in range(STRIPES)]
+        if full:
+            slab.state[:] = STORED
+            slab.state[last_rows[small - 1 : small + 2]] = FREE
+        with closing(opened(tmp_path / "store", Quick(), capacity=136 * MIB // 16)) as other:
+            other.exists(["x"])
+            theirs = other._index.slabs[slab.number]
+            for stripe in (small - 1, small + 1) if full else {*range(STRIPES)} - {small}:
+                assert theirs.lock(last_rows[stripe], 1)
+            for _ in range(20):
+                slab.move_on()
+                assert slab.stripe(np.array(slab.take_free(1))).tolist() == [small]
+        slab.state[:] = FREE
+
+
+@pytest.mark.parametrize("answer", [(1 << 40, 4096), (0, 4096), (1 << 20, -4096), (0, 0), (0, 1 << 40)])
+def test_no_row_is_locked_that_was_not_asked_for_whatever_a_file_system_says_of_locks(
+    tmp_path: Path, answer: tuple[int, int]
+) -> None:
+    class Odd(CountsLocks):
+        def locked_range(self, file: int, at: int, size_bytes: int) -> tuple[int, int] | None:
+            return answer
+
+    with closing(opened(tmp_path / "store", Odd(), capacity=8 * MIB)) as one:
         assert all(store(one, pages("full", 1)))
         (slab,) = one._index.slabs.values()
         with closing(opened(tmp_path / "store", Quick(), capacity=8 * MIB)) as other:
             other.exists(["x"])
-            theirs = other._index.slabs[slab.number]
-            for stripe in {*range(STRIPES)} - {7}:
-                assert theirs.lock(theirs.rows_of(stripe)[1] - 1, 1)
-            for _ in range(20):
-                slab.move_on()
-                assert {slab.stripe(np.array(slab.take_free(2))).tolist()[0]} == {7}
+            assert other._index.slabs[slab.number].lock(30, 1)
+            _prefer(one, range(25, 40))
+            places = one._index.reserve(Put(), slab.shape.slot_bytes, 15)
+            assert {row for _, row in places} <= {*range(25, 40)} - {30}
+            one._index.release(places)
+            assert one._index.held == {} and all(store(one, pages("full", *range(10, 40))))
 
 
 def test_the_bytes_of_a_call_are_divided_among_all_threads(tmp_path: Path) -> None:

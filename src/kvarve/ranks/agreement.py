@@ -63,8 +63,9 @@ class Agreement(Protocol):
         ...
 
     def wait(self, timeout_s: float, woken: Callable[[], bool]) -> bool:
-        """Rank 0 sleeps between two turns, while a copy is in flight, until an event has happened on every rank or
-        `woken` returns True, which it calls again after each `wake`. False after `timeout_s`."""
+        """Rank 0 sleeps between two turns, while a copy is in flight, until an event has happened on every rank (a few
+        milliseconds longer if copies have only begun) or `woken` returns True, which it calls again after each `wake`.
+        False after `timeout_s`."""
         ...
 
     def wake(self) -> None:
@@ -110,6 +111,7 @@ class Votes:
 
     def merge(self, news: Sequence[Iterable[Event]]) -> list[Event]:
         """Take the new events of each rank; returns those that have happened on all now, in one order."""
+        assert len(news) == self._ranks, "news of each rank"
         begins, checks, ends = list[Event](), list[Event](), list[Event]()
         changed: dict[int, _Vote] = {}
         for rank, events in enumerate(news):

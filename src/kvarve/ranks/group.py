@@ -35,7 +35,7 @@ ALL_UP, GRANTED, REFUSED, ATTEND = 1, 2, 4, 8  # flags of inputs
 SLACK = 1.25  # a rank whose model waits for another one says so within the deadline; rank 0 waits a little longer
 GRACE = 0.5  # of the deadline, once one rank has failed: for the others to say so too
 ALL = 2.0  # of the deadline: when rank 0 has said which rank is at fault, or is so itself
-BEGUN_S = 0.005  # how late the cores hear that a copy has begun, at most
+BEGUN_S = 0.005  # how long rank 0 sleeps on when a copy has begun on all ranks
 NEWS_EVENTS = 8  # in a frame, at most
 UNREADABLE = "it has sent a frame that cannot be read: all ranks need one version of kvarve"
 DEAD, LATE = "it is dead: it has closed its socket", "it is late: nothing comes from it"
@@ -133,18 +133,19 @@ class Group:
 
     def wait(self, timeout_s: float, woken: Callable[[], bool]) -> bool:
         """Of rank 0, between two turns: sleep until something has happened on every rank, or `woken`, or a rank has
-        more to say than its report. False after `timeout_s`. What has only begun waits a moment for others, since a
-        turn costs every rank more than that."""
+        more to say than its report. False after `timeout_s`. If copies have only begun, it sleeps on for `BEGUN_S` or
+        until anything else happens, since a turn costs every rank more than that."""
         end = self._star.clock() + timeout_s
         while True:
             self._count()
-            begun = bool(self._happened)
             if self._ended or woken() or not all(isinstance(event, Began) for event in self._happened):
                 return True
-            if begun:
-                end = min(end, self._star.clock() + BEGUN_S)
-            if not (ready := self._star.ready(max(0.0, end - self._star.clock()))):
-                return begun
+            now = self._star.clock()
+            end = min(end, now + BEGUN_S) if self._happened else end
+            if self._happened and now >= end:
+                return True
+            if not (ready := self._star.ready(max(0.0, end - now))):
+                return bool(self._happened)
             for rank in ready:
                 if not rank:
                     continue  # it was rung for

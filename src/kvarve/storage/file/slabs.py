@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 
 # Parts of a slab's table, each read again by itself when another process has changed it.
 STRIPES = 15
-_RUN_BYTES = 1 << 20, 4 << 20  # of adjacent slots moved by one system call: a call's are divided among all threads
+# Bytes of adjacent slots that one system call moves at most: a call's share for each thread, within these limits.
+_RUN_BYTES = 1 << 20, 4 << 20
 _READ_TABLE_BYTES = 16 << 20
 _MOVE, _SYNC = 0, 1  # two pools of threads: else a sync would queue behind the writes of other puts
 _Work = TypeVar("_Work")
@@ -249,8 +250,8 @@ class Slab:
         return self.disk.lock_range(self.file, self.shape.slot_at(first), count * self.shape.slot_bytes)
 
     def locked(self, first: int, count: int) -> tuple[int, int] | None:
-        """Adjacent ones of these rows that another process has locked, the last one excluded; None if there are none
-        now, or the file system does not tell."""
+        """A range of these rows that another process has locked, its end excluded. None if there is none now, or the
+        file system does not tell."""
         slot_bytes, end = self.shape.slot_bytes, first + count
         found = None
         with suppress(OSError):
@@ -258,8 +259,9 @@ class Slab:
         if found is None:
             return None
         at, size_bytes = found
-        last = -(-(at + size_bytes) // slot_bytes) if size_bytes else end
-        return max(first, at // slot_bytes), min(last, end)
+        begin = max(first, at // slot_bytes)
+        last = min(end, -(-(at + size_bytes) // slot_bytes)) if size_bytes else end
+        return (begin, last) if begin < last else None  # some file systems answer of other bytes
 
     def unlock(self, first: int, count: int) -> None:
         self.disk.unlock_range(self.file, self.shape.slot_at(first), count * self.shape.slot_bytes)
@@ -307,9 +309,9 @@ class Slab:
             self.searched = True  # from now on rows that become free are added
 
     def _begin_in(self, free: Rows) -> int:
-        """The first row of a stripe that has as many free rows as any, and that no other process fills now."""
+        """The first row of one of the stripes with most free rows, if possible of one that no other process fills."""
         of_stripe = np.bincount(self.stripe(free))
-        most = np.flatnonzero(of_stripe >= of_stripe.max() - 1).tolist()  # some have one row less
+        most = np.flatnonzero(of_stripe >= max(1, of_stripe.max() - 1)).tolist()  # some have one row less than others
         random.shuffle(most)
         rows = [self.rows_of(stripe) for stripe in most]
         return next((first for first, last in rows if self.locked(first, last - first) is None), rows[0][0])
@@ -418,7 +420,8 @@ class RowSpan:
 
 
 def runs(pieces: Sequence[RowSpan], threads: int) -> list[list[RowSpan]]:
-    """Group adjacent pieces where each but the last fills its slot and direct I/O may use its memory."""
+    """Group adjacent pieces where each but the last fills its slot and direct I/O may use its memory, into runs for
+    this many threads."""
     least, most = _RUN_BYTES
     most = min(most, max(least, sum(piece.size_bytes for piece in pieces) // threads))
     found: list[list[RowSpan]] = []
