@@ -315,7 +315,7 @@ class Index:
         return row not in self.held.get(slab, ()) and bool(self._seize(slab, row, 1))
 
     def _seize(self, slab: Slab, first: int, count: int) -> list[int]:
-        """Seize adjacent rows, those that can be; a few at a time, since every other one may be another process's."""
+        """Seize adjacent rows, those that can be. It recurses for each range of another process: give a few at once."""
         if not slab.lock(first, count):
             if count == 1:
                 return []
