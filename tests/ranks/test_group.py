@@ -133,7 +133,7 @@ def test_what_has_only_begun_waits_a_moment_for_other_events(three: Ranks, monke
     monkeypatch.setattr(star, "ready", sleeps)
     tell(Began(7))
     assert three.groups[0].wait(LONG_S, never), "a turn is due, if a late one"
-    assert 0.0 <= patience_s[-1] <= BEGUN_S
+    assert 0.0 <= patience_s[-1] <= BEGUN_S + 1e-6, "but for rounding, which differs with the machine's uptime"
     monkeypatch.setattr(star, "ready", sleeps_until_told)
     assert three.groups[0].wait(LONG_S, never)
     assert not late
