@@ -66,14 +66,15 @@ def divide(
     *,
     records: bool,
     what: str,
-    shared: bool = True,
+    granule: int = 1,
 ) -> Cut | tuple[int, ...]:
     """The slots of each pool in a tier of `memory` bytes: cut into extents that the pools share, or divided once where
-    the tier cannot be cut or its slots cannot be `shared`. ConfigError if not even two chunks of a prompt would fit."""
+    the tier cannot be cut. `granule`: memory goes from pool to pool by so many bytes, 0 if it cannot. ConfigError if
+    not even two chunks of a prompt would fit."""
     shape, states = (pools, page_tokens, chunk_tokens), policies.states
     apart = spacing(*shape, policies.snapshot_every)
     once = split(memory, *shape, records=records, what=what, per_snapshot=apart, states=states)
-    return (cut_memory(memory, *shape, records=records, states=states) if shared else None) or once
+    return (cut_memory(memory, *shape, records=records, states=states, granule=granule) if granule else None) or once
 
 
 def split(
@@ -124,11 +125,18 @@ def room_for(
 
 
 def cut_memory(
-    memory: int, pools: Sequence[PoolSpec], page_tokens: int, chunk_tokens: int, *, records: bool, states: int = 0
+    memory: int,
+    pools: Sequence[PoolSpec],
+    page_tokens: int,
+    chunk_tokens: int,
+    *,
+    records: bool,
+    states: int = 0,
+    granule: int = 1,
 ) -> Cut | None:
     """Extents of `memory` bytes for pools that share it; `states`: the most windows or states, 0 for any number. None
     if memory is too small to be cut, or has one pool. Several chains do not share: admission counts what is left for
-    each of them by itself."""
+    each of them by itself. `granule`: the part of an extent that has a buffer of a chain is a multiple of it."""
     if len(pools) < 2 or sum(pool.lookback is None for pool in pools) > 1:
         return None
     sizes, slots, fewest = _slot_prices(pools, page_tokens, chunk_tokens, records, 0)
@@ -136,7 +144,16 @@ def cut_memory(
     shares = [each / sum(nbytes) for each in nbytes]
     backs = [pool.lookback for pool in pools]
     bounds = [None if back is None else max(few, states * back) for back, few in zip(backs, fewest, strict=True)]
-    return cut(memory, sizes, fewest, shares, BLOCK_BYTES if records else 1, bounds if states else ())
+    unit = BLOCK_BYTES if records or granule > 1 else 1
+    rows = [_row(pool, granule) for pool in pools] if granule > 1 else ()
+    return cut(memory, sizes, fewest, shares, unit, bounds if states else (), granule, rows)
+
+
+def _row(pool: PoolSpec, granule: int) -> int:
+    """How many pages of a chain fill whole granules in each of its buffers; 0 for a pool whose pages lie by blocks."""
+    if pool.lookback is not None:
+        return 0
+    return math.lcm(*(granule // math.gcd(granule, buffer.nbytes) for buffer in pool.buffers))
 
 
 def _slot_prices(

@@ -288,7 +288,8 @@ class PrefixCache:
             self._listener.put(told)
 
     def _send(self) -> None:
+        left, joined = self.scheduler.moved()
+        if left or joined:
+            self.worker.move(left, joined)  # before any copy into the slots of those that joined
         if orders := self.scheduler.take():
             self.worker.do(orders)
-        if left := self.scheduler.left():
-            self.worker.release(left)

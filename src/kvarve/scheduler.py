@@ -270,13 +270,13 @@ class CacheScheduler:
         pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
         return pages * self.identity.page_tokens
 
-    def left(self) -> list[tuple[int, int]]:
-        """The device's extents that have left a pool since the last call, and are not its again: pool and extent."""
+    def moved(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The device's extents that have left a pool since the last call, and those that have joined one (see
+        `Extents.moved`)."""
         extents = self.core.slot_pools.extents[0]
         if extents is None or Tier.DEVICE not in self.core.config.slots:
-            return []
-        left, extents.left = [*extents.left], set()
-        return left
+            return [], []
+        return extents.moved()
 
     def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
         """The loose device slots, and how many each lease would take up to a page (see `headroom.demand`)."""

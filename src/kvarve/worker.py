@@ -5,6 +5,7 @@ the scheduler may live in another process. It decides nothing about pages. One t
 threads touch only slots that the scheduler gave them.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from kvarve.core.extents import Cut
 from kvarve.core.settings import Slots
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.device_memory import DeviceMemory, driver_of
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.host_memory import HostMemory
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT
@@ -48,11 +50,14 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, 
     before any allocation, for settings that cannot work."""
     shape, policies, slots = _shape(identity), config.policies, Slots()
     if not blocks:
-        shared = on_host(device)  # a GPU's memory cannot be committed piece by piece
-        slots[Tier.DEVICE] = divide(config.device_memory, *shape, policies, records=False, what="device", shared=shared)
+        driver = driver_of(device)
+        granule = int(on_host(device)) if driver is None else driver.granule
+        slots[Tier.DEVICE] = divide(
+            config.device_memory, *shape, policies, records=False, what="device", granule=granule
+        )
     if config.host_memory:
-        shared = config.host_layout == PAGE_FIRST_DIRECT  # in the others slots are of no fixed place
-        slots[Tier.HOST] = divide(config.host_memory, *shape, policies, records=True, what="host", shared=shared)
+        granule = int(config.host_layout == PAGE_FIRST_DIRECT)  # in the others slots are of no fixed place
+        slots[Tier.HOST] = divide(config.host_memory, *shape, policies, records=True, what="host", granule=granule)
     urls = parse_urls(config.storages) if config.storages else ()
     buffers = buffers_bytes(urls, max(record_bytes(pool.payload_bytes) for pool in identity.pools))
     wanted, what, have = config.host_memory + buffers, "host memory", host_bytes()
@@ -93,6 +98,22 @@ def _counts(slots: Slots, tier: Tier) -> tuple[int, ...]:
     """The slots of each pool's arena, of which others may have the memory now."""
     found = slots.get(tier, ())
     return tuple(map(found.slots, range(len(found.per)))) if isinstance(found, Cut) else found
+
+
+def _device_arenas(pools: Sequence[PoolSpec], divided: Cut | Sequence[int], device: str) -> list[DeviceArena]:
+    if not isinstance(divided, Cut):
+        return [DeviceArena(pool, slots, device) for pool, slots in zip(pools, divided, strict=False)]
+    counts, driver = map(divided.slots, range(len(pools))), driver_of(device)
+    if driver is None:
+        return [DeviceArena(pool, slots, device) for pool, slots in zip(pools, counts, strict=True)]
+    chains = [(pool, per) for pool, per in zip(pools, divided.per, strict=True) if pool.lookback is None]
+    # Pieces as large as every part of an extent allows, as each takes calls of the driver.
+    piece = math.gcd(divided.nbytes, *(per * buffer.nbytes for pool, per in chains for buffer in pool.buffers))
+    shared = DeviceMemory(divided.count * divided.nbytes, piece, driver)
+    return [
+        DeviceArena(pool, slots, device, shared=shared, stride=divided.nbytes // per)
+        for pool, slots, per in zip(pools, counts, divided.per, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -148,9 +169,7 @@ class CacheWorker:
         self._proposed: ChangeProposed | None = None  # not reported yet
         self._changes = 0  # proposed so far
         self.attached: Attached | None = None
-        self.device = [
-            DeviceArena(pool, n, device) for pool, n in zip(pools, _counts(self.slots, Tier.DEVICE), strict=False)
-        ]
+        self.device = _device_arenas(pools, self.slots.get(Tier.DEVICE, ()), device)
         self.host: list[HostArena] = []
         with ExitStack() as undo:
             shared, strides = None, [0] * len(pools)
@@ -218,13 +237,17 @@ class CacheWorker:
                 effects.append(order)
         self.transfers.send(*effects)
 
-    def release(self, left: Iterable[tuple[int, int]]) -> None:
-        """Give the system the memory of extents that have left a pool of the device."""
+    def move(self, left: Sequence[tuple[int, int]], joined: Sequence[tuple[int, int]]) -> None:
+        """Take the memory of extents that have left a pool of the device, and give pools that of those that joined
+        them."""
         cut = self.slots.get(Tier.DEVICE)
         assert isinstance(cut, Cut), "only of a device that pools share"
-        for pool, extent in left:
-            per = cut.per[pool]
-            self.device[pool].release(range(extent * per, (extent + 1) * per))
+        if left:
+            self.transfers.computed()  # what the device still computes may read them
+        for moves, act in ((left, DeviceArena.release), (joined, DeviceArena.commit)):
+            for pool, extent in moves:
+                per = cut.per[pool]
+                act(self.device[pool], range(extent * per, (extent + 1) * per))
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a copy has ended or `wake` was called, at most `timeout_s`; False if nothing has happened."""

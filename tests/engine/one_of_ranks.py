@@ -8,7 +8,7 @@ import torch
 from kvarve.config import CacheConfig
 from kvarve.core.policies import Policies
 from kvarve.engine.model import LoadedModel, load_model
-from kvarve.engine.ranks import Place, Ranks
+from kvarve.engine.ranks import Place, Ranks, device_of
 from kvarve.model import MEMORY_TIERS
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.star import Listener
@@ -20,25 +20,26 @@ PROMPT, DECODE = 150, 4  # tokens
 
 def compare(options: dict[str, Any], place: Place, listener: Listener | None = None) -> dict[str, Any]:
     """By family, of which `folder` has checkpoints: by round, from where a prompt resumed and how many logits differ;
-    and which pools are replicated."""
+    and which pools are replicated. `device`: the CPU unless given."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    ranks = Ranks(place, place.meet("compare", listener))
+    device = device_of(options.get("device", "cpu"), place)
+    ranks = Ranks(place, place.meet("compare", listener), device)
     with ranks.ended():
         for family in options["families"]:
-            found[family] = _compare(family, ranks, Path(options["folder"]) / family)
+            found[family] = _compare(family, ranks, Path(options["folder"]) / family, device)
     return found
 
 
-def _compare(family: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
+def _compare(family: str, ranks: Ranks, folder: Path, device: str) -> dict[str, Any]:
     page, chunk = tiny_grid(family)
-    model = load_model(str(folder), page_tokens=page, chunk_tokens=chunk, ranks=ranks)
+    model = load_model(str(folder), page_tokens=page, chunk_tokens=chunk, device=device, ranks=ranks)
     prompt = [int(token) for token in torch.randint(0, 256, (PROMPT,), generator=torch.Generator().manual_seed(5))]
     uncached, rounds = Uncached(model, DECODE), {}
     for restart in (False, True):
         policies = Policies(prefetch_policy="wait_complete")
         config = CacheConfig(4 << 20, 8 << 20, f"file://{folder}-{ranks.ranks}?capacity=64MiB", policies)
-        cache = PrefixCache(model.identity, config, rank=ranks.rank, agreement=ranks.again())
+        cache = PrefixCache(model.identity, config, device=device, rank=ranks.rank, agreement=ranks.again())
         for name in ("storage",) if restart else ("cold", "device", "host"):
             if name == "host":
                 cache.flush(MEMORY_TIERS[:1])

@@ -2,22 +2,36 @@
 
 import random
 
+import pytest
+
+from kvarve import worker
 from kvarve.core.extents import Cut
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import keeping_answers, load_model
 from kvarve.engine.requests import Request, Sampling
+from kvarve.memory.device_memory import driver_of
 from kvarve.prefix_cache import PrefixCache
 from kvarve.server.settings import Settings
+from pretend_gpu import PretendDriver
 
 PROMPTS, TOKENS = 120, 1030
 
 
-def test_120_prompts_asked_twice_of_a_server_with_default_flags_are_95_percent_cached() -> None:
+@pytest.mark.parametrize("device", ["cpu", "pretend", "cuda"])
+def test_120_prompts_asked_twice_of_a_server_with_default_flags_are_95_percent_cached(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = PretendDriver(granule=1 << 21)
+    if device == "pretend":
+        monkeypatch.setattr(worker, "driver_of", lambda _: driver)
+    where = "cuda" if device == "cuda" else "cpu"
+    if where == "cuda" and driver_of(where) is None:
+        pytest.skip("no GPU")
     settings = Settings()
     model = keeping_answers(
-        load_model(settings.model, page_tokens=settings.page_tokens, chunk_tokens=settings.chunk_tokens)
+        load_model(settings.model, device=where, page_tokens=settings.page_tokens, chunk_tokens=settings.chunk_tokens)
     )
-    cache = PrefixCache(model.identity, settings.cache)
+    cache = PrefixCache(model.identity, settings.cache, device=where)
     assert all(isinstance(each, Cut) for each in cache.worker.slots.values())
     engine = Engine(model, cache).start()
     dice, cached = random.Random(7), [0, 0]
@@ -30,5 +44,6 @@ def test_120_prompts_asked_twice_of_a_server_with_default_flags_are_95_percent_c
                 cached[turn] += last.usage.cached
         assert cached[0] == 0
         assert cached[1] >= 0.95 * PROMPTS * TOKENS, cached[1] / PROMPTS / TOKENS
+        assert driver.moves > 20 or device != "pretend"
     finally:
         engine.shutdown()

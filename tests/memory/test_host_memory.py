@@ -14,7 +14,8 @@ from kvarve.config import CacheConfig
 from kvarve.errors import ConfigError, KvarveError, StorageError
 from kvarve.memory import host_memory
 from kvarve.memory.arenas import DeviceArena
-from kvarve.memory.host_memory import MAPPED, PORTABLE, HostMemory, _Registered
+from kvarve.memory.device_memory import OnGpu
+from kvarve.memory.host_memory import MAPPED, PORTABLE, HostMemory
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.regions import HostRegion
 from kvarve.storage import MemoryStorage
@@ -84,7 +85,7 @@ def test_memory_that_is_dropped_without_a_close_is_unpinned_before_it_is_freed()
 def test_memory_that_code_of_a_gpu_may_still_reach_stays_pinned() -> None:
     runtime = CudaRuntime()
     memory = HostMemory(ODD, CUDA, runtime)
-    reachable = _Registered(memory)  # which a tensor of a GPU owns
+    reachable = OnGpu(memory.tensor.data_ptr(), ODD, memory)  # which a tensor of a GPU owns
     del memory
     gc.collect()
     assert runtime.pinned

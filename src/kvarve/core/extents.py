@@ -46,7 +46,9 @@ class Extents:
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
         self.pool_of = [NONE] * cut.count
-        self.left: set[tuple[int, int]] = set()  # pools and extents that they had, for who gives memory back
+        # Pools and the extents that they have lost and got since `moved` was asked, for who gives them memory.
+        self._left: set[tuple[int, int]] = set()
+        self._joined: set[tuple[int, int]] = set()
         self.owned = [0] * len(cut.per)  # extents of each pool
         self.loose = array("i", range(cut.count - 1, -1, -1))  # of no pool
         self._taken = [0] * cut.count  # of its slots, how many are not free
@@ -79,7 +81,7 @@ class Extents:
         extent = self.loose.pop()
         self.pool_of[extent] = pool
         self.owned[pool] += 1
-        self.left.discard((pool, extent))
+        _undo(self._left, self._joined, (pool, extent))
         self._empty[pool].add(extent)
         return self.slots(pool, extent)
 
@@ -109,13 +111,28 @@ class Extents:
         # The last ones, so that a pool's slots gather at the start of the tier, whatever the order of a set is.
         gone = set(sorted(self._empty[pool])[-count:])
         self._empty[pool] -= gone
-        self.left |= {(pool, extent) for extent in gone}
         self.owned[pool] -= len(gone)
         for extent in gone:
+            _undo(self._joined, self._left, (pool, extent))
             self.pool_of[extent] = NONE
         self.loose.extend(sorted(gone, reverse=True))
         per = self.cut.per[pool]
         return array("i", [slot for slot in free if slot // per not in gone])
+
+    def moved(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Since the last call, which extents have left which pool (pool, extent), and then which have joined which."""
+        moved = sorted(self._left), sorted(self._joined)
+        self._left.clear()
+        self._joined.clear()
+        return moved
+
+
+def _undo(done: set[tuple[int, int]], new: set[tuple[int, int]], move: tuple[int, int]) -> None:
+    """A move, of which the opposite may not have been told yet: then neither is."""
+    if move in done:
+        done.remove(move)
+    else:
+        new.add(move)
 
 
 def cut(
@@ -125,18 +142,25 @@ def cut(
     shares: Sequence[float] = (),
     unit: int = 1,
     most: Sequence[int | None] = (),
+    granule: int = 1,
+    rows: Sequence[int] = (),
 ) -> Cut | None:
     """Cut `budget` bytes for pools whose slots take `sizes` bytes, of which each needs `fewest`. `shares`: the part of
     the bytes that each pool is likely to have; equal ones unless given. `unit`: slots begin at multiples of it and fill
     their extent; of single bytes they leave a rest. `most`: slots that a pool may have, rounded up to whole extents.
-    None if so few bytes cannot be cut.
+    `granule`: an extent has a multiple of these bytes. `rows`: pools that have a multiple of so many slots in an
+    extent, one behind the other whatever the unit is; 0: by the unit. None if so few bytes cannot be cut.
 
     Large extents waste little where slots do not fill them; of small ones few pages have to leave before one is empty.
     """
     shares = shares or [1 / len(sizes)] * len(sizes)
+    rows = rows or [int(unit == 1)] * len(sizes)
     found: list[tuple[float, Cut]] = []
-    for extent in _extents(sizes, unit):
-        per = tuple(_fit(extent // unit, -(-size // unit)) if unit > 1 else extent // size for size in sizes)
+    for extent in _extents([size * (row or 1) for size, row in zip(sizes, rows, strict=True)], unit, granule):
+        per = tuple(
+            extent // (size * row) * row if row else _fit(extent // unit, -(-size // unit))
+            for size, row in zip(sizes, rows, strict=True)
+        )
         least = tuple(-(-few // each) for few, each in zip(fewest, per, strict=True))
         if sum(least) + len(sizes) > budget // extent:
             continue
@@ -149,12 +173,12 @@ def cut(
     return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def _extents(sizes: Sequence[int], unit: int) -> list[int]:
+def _extents(sizes: Sequence[int], unit: int, granule: int) -> list[int]:
     """Bytes that an extent might have: about a few of the largest slots, in whole slots of one of the pools; and of a
-    multiple of units that can be divided in many ways."""
+    multiple of units, or of granules, that can be divided in many ways."""
     largest = max(sizes)
     whole = {-(-times * largest // size) * size for size in sizes for times in range(1, TIMES + 1)}
-    steps = [unit * parts for parts in PARTS] if unit > 1 else [1]
+    steps = [max(unit, granule) * parts for parts in PARTS] if unit > 1 else [1]
     return sorted({-(-extent // step) * step for extent in whole for step in steps})
 
 

@@ -78,7 +78,8 @@ class Ranks:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             dist.init_process_group(
-                "gloo" if torch.device(device).type == "cpu" else "nccl",
+                # Digests and what ranks tell each other are on the CPU, whatever computes.
+                "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl",
                 init_method=place._model,
                 rank=place.rank,
                 world_size=place.ranks,

@@ -12,39 +12,83 @@ import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
+from kvarve.memory.device_memory import Addresses, DeviceMemory
 from kvarve.memory.heap import discard
 from kvarve.memory.host_memory import HostMemory, zeros
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT, Span, check_layout, entry_bytes, spans
 from kvarve.memory.parts import Parts
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.memory.seals import CHECKSUM, Seal
-from kvarve.model import PoolSpec
+from kvarve.model import BufferSpec, PoolSpec
 from kvarve.regions import HostRegion
 
 
 class DeviceArena:
-    """One pool's pages on the device, layer by layer: `buffers[name]` is a tensor [slots, *shape]."""
+    """One pool's pages on the device: `buffers[name]` is a tensor [slots, *shape].
 
-    def __init__(self, pool: PoolSpec, slots: int, device: str | torch.device = "cpu") -> None:
+    A layer's pages lie one behind the other, so that consecutive slots of a chain are one piece. In `shared` memory
+    only chains lie so. Of other pools each page is in one piece, since a part of an extent has to be whole pieces of
+    that memory, and a layer's part of a few small states is not.
+    """
+
+    def __init__(
+        self,
+        pool: PoolSpec,
+        slots: int,
+        device: str | torch.device = "cpu",
+        *,
+        shared: DeviceMemory | None = None,
+        stride: int = 0,
+    ) -> None:
+        """`shared`: memory of which slots have what `commit` gives them; `stride`: the bytes from one page to the next
+        in it, where a page is in one piece."""
         self.pool, self.slots, self.device = pool, slots, torch.device(device)
-        try:
-            self.buffers: Mapping[str, Tensor] = {
-                buffer.name: torch.empty((slots, *buffer.shape), dtype=getattr(torch, buffer.dtype), device=self.device)
-                for buffer in pool.buffers
-            }
-        except RuntimeError as e:
-            raise ConfigError(f"no memory on {device} for {slots} pages of {pool.name}: {e}") from e
+        self._parts: dict[Addresses, int] = {}  # the bytes of a slot in each
+        if shared is None:
+            wholes = []
+            try:
+                for buffer in pool.buffers:
+                    dtype = getattr(torch, buffer.dtype)
+                    wholes.append(torch.empty((slots, *buffer.shape), dtype=dtype, device=self.device))
+            except RuntimeError as e:
+                raise ConfigError(f"no memory on {device} for {slots} pages of {pool.name}: {e}") from e
+            self._pieces = [
+                whole.view(-1).view(torch.uint8).view(slots, buffer.shape[0], -1)
+                for buffer, whole in zip(pool.buffers, wholes, strict=True)
+            ]
+        else:
+            if pool.lookback is None:
+                wheres = [(shared.reserve(slots * buffer.nbytes), 0, buffer.nbytes) for buffer in pool.buffers]
+            else:
+                pages = shared.reserve(slots * stride)
+                wheres = [(pages, offset, stride) for offset in pool.offsets()[:-1]]
+            self._parts = {addresses: each for addresses, _, each in wheres}
+            self._pieces = [
+                _piece(buffer, Span(start, each, entry_bytes(buffer)), addresses.tensor, slots)
+                for buffer, (addresses, start, each) in zip(pool.buffers, wheres, strict=True)
+            ]
+        self.buffers: Mapping[str, Tensor] = {
+            buffer.name: piece.view(getattr(torch, buffer.dtype)).view(slots, *buffer.shape)
+            for buffer, piece in zip(pool.buffers, self._pieces, strict=True)
+        }
 
     def pieces(self) -> list[Tensor]:
         """The bytes of each buffer, [slots, entries, entry bytes]."""
-        found = zip(self.pool.buffers, self.buffers.values(), strict=True)
-        return [tensor.view(-1).view(torch.uint8).view(self.slots, buffer.shape[0], -1) for buffer, tensor in found]
+        return self._pieces
+
+    def commit(self, slots: range) -> None:
+        """Slots are about to be used: give them memory, where they share it."""
+        for addresses, each in self._parts.items():
+            addresses.commit(slots.start * each, slots.stop * each)
 
     def release(self, slots: range) -> None:
-        """Give the system the memory of slots that hold nothing; it comes back as they are written."""
-        for tensor in self.buffers.values() if self.device.type == "cpu" else ():
-            each = tensor[0].nbytes
-            discard(tensor.data_ptr() + slots.start * each, len(slots) * each)
+        """Take the memory of slots that hold nothing, and that nothing reads any more. On the CPU the system has it,
+        and it comes back as they are written."""
+        for addresses, each in self._parts.items():
+            addresses.release(slots.start * each, slots.stop * each)
+        for piece in self._pieces if self.device.type == "cpu" and not self._parts else ():
+            each = piece[0].nbytes
+            discard(piece.data_ptr() + slots.start * each, len(slots) * each)
 
     columns = 1  # a page is one slot
 
@@ -188,7 +232,10 @@ def _gaps(pool: PoolSpec) -> list[slice]:
 
 def _pieces(pool: PoolSpec, where: Sequence[Span], everything: Tensor, slots: int) -> list[Tensor]:
     """Each buffer as bytes [slots, entries, entry bytes] over all bytes of a memory."""
-    return [
-        everything.as_strided((slots, buffer.shape[0], entry_bytes(buffer)), (span.page, span.entry, 1), span.start)
-        for buffer, span in zip(pool.buffers, where, strict=True)
-    ]
+    return [_piece(buffer, span, everything, slots) for buffer, span in zip(pool.buffers, where, strict=True)]
+
+
+def _piece(buffer: BufferSpec, where: Span, everything: Tensor, slots: int) -> Tensor:
+    return everything.as_strided(
+        (slots, buffer.shape[0], entry_bytes(buffer)), (where.page, where.entry, 1), where.start
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
+from kvarve.memory.device_memory import OnGpu
 from kvarve.regions import HostRegion
 from kvarve.sizes import format_size
 
@@ -52,7 +53,7 @@ class HostMemory:
         """All bytes as a tensor that code of the device may read and write: on a GPU, over the same addresses."""
         if device.type != "cuda":
             return self.tensor
-        found = torch.as_tensor(_Registered(self), device=device)
+        found = torch.as_tensor(OnGpu(self.tensor.data_ptr(), len(self.bytes), self), device=device)
         assert found.data_ptr() == self.tensor.data_ptr(), "the GPU has registered memory at the host's addresses"
         return found
 
@@ -90,17 +91,3 @@ def _kept(nbytes: int) -> mmap.mmap:
 def _unpin(cudart: Any, address: int, memory: memoryview) -> None:
     """`memory` is what is at the address: the call that is to come keeps it mapped."""
     cudart.cudaHostUnregister(address)
-
-
-class _Registered:
-    """Registered host memory, as torch takes memory of a GPU that another library owns: a tensor keeps it."""
-
-    def __init__(self, memory: HostMemory) -> None:
-        self._memory = memory  # pinned as long as a tensor of the GPU is over it
-        self.__cuda_array_interface__ = {
-            "shape": (len(memory.bytes),),
-            "typestr": "|u1",
-            "data": (memory.tensor.data_ptr(), False),
-            "strides": None,
-            "version": 3,
-        }

@@ -1,0 +1,149 @@
+"""Memory of a device that goes from pool to pool by addresses: every byte is where its pool reads it."""
+
+import gc
+import random
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+from pages import noise, raw
+
+from kvarve import worker
+from kvarve.config import CacheConfig, cut_memory
+from kvarve.core.extents import Cut, Extents
+from kvarve.errors import ConfigError
+from kvarve.memory.arenas import DeviceArena
+from kvarve.memory.device_memory import DeviceMemory, driver_of
+from kvarve.memory.machine import on_host
+from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
+from kvarve.worker import CacheWorker, _device_arenas
+from pretend_gpu import PretendDriver
+
+GRANULE = 1 << 16
+CHAIN = PoolSpec(
+    "attention",
+    tuple(BufferSpec(f"layers.{n}.{kind}", (16, 2, 48), "bfloat16") for n in range(2) for kind in "kv"),
+    None,
+)
+WINDOW = PoolSpec("window", (BufferSpec("layers.2.k", (16, 2, 48), "bfloat16"),), 3)
+STATE = PoolSpec(
+    "state", (BufferSpec("layers.3.conv", (3, 77), "float32"), BufferSpec("layers.3.s", (4, 31, 33), "float32")), 1
+)
+POOLS = (CHAIN, WINDOW, STATE)
+
+
+def a_cut(budget: int = 200 << 20, granule: int = GRANULE, pools: tuple[PoolSpec, ...] = POOLS) -> Cut:
+    found = cut_memory(budget, pools, 16, 64, records=False, granule=granule)
+    assert found is not None
+    return found
+
+
+def drivers() -> list[object]:
+    """The one that stands for a GPU's, and the GPU's where there is one."""
+    return ["pretend", pytest.param("cuda", marks=pytest.mark.skipif(driver_of("cuda") is None, reason="no GPU"))]
+
+
+@pytest.mark.parametrize("granule", [1 << 12, 1 << 16, 1 << 21])
+def test_the_parts_of_an_extent_are_whole_granules_for_every_pool(granule: int) -> None:
+    found = a_cut(1 << 30, granule)
+    assert found.nbytes % granule == 0 and found.count * found.nbytes <= 1 << 30
+    for pool, per in zip(POOLS, found.per, strict=True):
+        assert 0 < per * pool.payload_bytes <= found.nbytes
+        if pool.lookback is None:
+            assert all(per * buffer.nbytes % granule == 0 for buffer in pool.buffers)
+        else:
+            assert found.nbytes % per == 0 and found.nbytes // per % 4096 == 0
+
+
+def test_a_budget_of_few_granules_is_divided_once() -> None:
+    assert cut_memory(8 << 20, POOLS, 16, 64, records=False, granule=1 << 21) is None
+
+
+@pytest.mark.parametrize("kind", drivers())
+def test_pages_keep_every_bit_while_extents_go_from_pool_to_pool(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, seed = "cuda" if kind == "cuda" else "cpu", random.randrange(1 << 30)
+    print("seed", seed)
+    dice, pretend = random.Random(seed), PretendDriver(granule=GRANULE)
+    if kind == "pretend":
+        monkeypatch.setattr(worker, "driver_of", lambda _: pretend)
+    granule = GRANULE if kind == "pretend" else driver_of("cuda").granule  # type: ignore[union-attr]
+    cut = a_cut(20 * a_cut(1 << 40, granule).nbytes, granule)
+    arenas, extents = _device_arenas(POOLS, cut, device), Extents(cut)
+    known: dict[tuple[int, int], int] = {}  # what each extent's last slot was filled with
+    for step in range(150):
+        pool = dice.randrange(len(POOLS))
+        theirs = [at for each, at in known if each == pool]
+        if theirs and dice.random() < 0.4:
+            slots = extents.slots(pool, dice.choice(theirs))
+            extents.give(pool, slots)
+            extents.loosen(pool, array("i", slots))
+            if extents.pool_of[slots[0] // cut.per[pool]] == pool:  # it is one of its least
+                extents.take(pool, slots)
+        elif (slots := extents.grow(pool)) is not None:
+            extents.take(pool, slots)
+        left, joined = extents.moved()
+        for at, extent in left:
+            arenas[at].release(extents.slots(at, extent))
+            del known[at, extent]
+        for at, extent in joined:
+            slots = extents.slots(at, extent)
+            arenas[at].commit(slots)
+            known[at, extent] = step
+            for number, buffer in enumerate(POOLS[at].buffers):
+                for slot in (slots[0], slots[-1]):
+                    arenas[at].buffers[buffer.name][slot] = noise(buffer, 7 * step + number + slot).to(device)
+        for (at, extent), when in known.items():
+            for number, buffer in enumerate(POOLS[at].buffers):
+                for slot in (extents.slots(at, extent)[0], extents.slots(at, extent)[-1]):
+                    found = raw(arenas[at].buffers[buffer.name][slot].cpu())
+                    assert found.tobytes() == raw(noise(buffer, 7 * when + number + slot)).tobytes(), (at, slot)
+    assert kind == "cuda" or pretend.moves > 150
+
+
+def test_memory_is_given_back_with_the_last_view_of_it() -> None:
+    driver = PretendDriver()
+    memory = DeviceMemory(8 * GRANULE, GRANULE, driver)
+    arena = DeviceArena(STATE, 30, shared=memory, stride=GRANULE)
+    arena.commit(range(3))
+    view = arena.buffers["layers.3.s"][1]
+    view.fill_(5)
+    del arena, memory
+    gc.collect()
+    assert len(driver.pieces) == 8 and float(view.max()) == 5
+    del view
+    gc.collect()
+    assert not driver.pieces and not driver.reserved and not driver.mapped and driver.waits
+
+
+def test_less_memory_than_asked_is_refused_as_a_setting_and_none_is_kept() -> None:
+    driver = PretendDriver(limit=5 * GRANULE)
+    with pytest.raises(ConfigError, match="512 KiB in pieces of 64 KiB: out of memory"):
+        DeviceMemory(8 * GRANULE, GRANULE, driver)
+    gc.collect()
+    assert not driver.pieces
+
+
+def test_slots_without_memory_end_the_process_that_reads_them() -> None:
+    code = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent.parent), str(Path(__file__).parent)]!r}
+from test_device_memory import DeviceArena, DeviceMemory, GRANULE, PretendDriver, STATE
+arena = DeviceArena(STATE, 30, shared=DeviceMemory(8 * GRANULE, GRANULE, PretendDriver()), stride=GRANULE)
+arena.commit(range(3)); arena.release(range(1, 2))
+print(float(arena.buffers["layers.3.s"][2].sum()), flush=True)
+print(float(arena.buffers["layers.3.s"][1].sum()), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-11, "0.0\n"), done.stderr
+
+
+def test_a_device_with_virtual_memory_is_shared_and_any_other_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = ModelIdentity("test", "w1", "float32", 16, 64, POOLS)
+    assert on_host("cpu") and driver_of("cpu") is None and driver_of("meta") is None
+    monkeypatch.setattr(worker, "driver_of", lambda _: PretendDriver())
+    assert isinstance(CacheWorker(identity, CacheConfig(64 << 20)).slots[Tier.DEVICE], Cut)
+    monkeypatch.setattr(worker, "driver_of", lambda _: None)
+    monkeypatch.setattr(worker, "on_host", lambda _: False)
+    assert not isinstance(CacheWorker(identity, CacheConfig(64 << 20)).slots[Tier.DEVICE], Cut)
