@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvarve.config import CacheConfig, room_for
+from kvarve.config import CacheConfig, room_for, spacing
 from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.ranks import Ranks
 from kvarve.keys import object_name
+from kvarve.memory.machine import on_host
 from kvarve.model import MEMORY_TIERS, ModelIdentity, PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import open_storage
@@ -86,8 +87,13 @@ class Prover:
         layout, chunk = self.model.layout, self.plan.chunk
         shape = (layout.pools, layout.page_tokens, chunk)
         most = sum(self.plan.lengths()) + 4 * self.plan.longest
+        near = room_for(device or most, *shape, records=False, per_snapshot=chunk)
+        if not (device or on_host(self.model.model.device)):
+            # Of a GPU's memory pools share large parts, or none: then they have snapshots that far apart.
+            apart = spacing(*shape)
+            near = max(2 * near, room_for(most * apart // chunk, *shape, records=False, per_snapshot=apart))
         return CacheConfig(
-            room_for(device or most, *shape, records=False, per_snapshot=chunk),
+            near,
             room_for(host or most, *shape, records=True, per_snapshot=chunk),
             policies=Policies(
                 storage_deadline_s=STORAGE_S,
