@@ -15,12 +15,12 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from kvarve.core.effects import Began, Ended, Event, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal, Votes, granted
-from kvarve.ranks.star import Dead, GroupEnded, Late, Star
+from kvarve.ranks.star import Dead, GroupEnded, Late, Star, framed
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ _INPUTS = struct.Struct("<BQdBHI")  # kind, turn, time, flags, events, bytes of 
 _NEWS = struct.Struct("<BQH")  # kind, number of the group, events
 _EVENT = struct.Struct("<BQHH")
 REPORT, INPUTS, FAILED, STUCK, END, NEWS = range(6)  # kinds of frames
+_NEWS_KIND = bytes([NEWS])
 UP, PROPOSES, READY = 1, 2, 4  # flags of a report
 ALL_UP, GRANTED, REFUSED, ATTEND = 1, 2, 4, 8  # flags of inputs
 SLACK = 1.25  # a rank whose model waits for another one says so within the deadline; rank 0 waits a little longer
@@ -41,12 +42,14 @@ UNREADABLE = "it has sent a frame that cannot be read: all ranks need one versio
 DEAD, LATE = "it is dead: it has closed its socket", "it is late: nothing comes from it"
 
 
-@dataclass
-class Told:
+class Told(NamedTuple):
     """What rank 0 knows of a rank: the last that it said."""
 
     up: bool = True
     proposal: Proposal | None = None
+
+
+PLAIN = Told()
 
 
 class Group:
@@ -64,8 +67,8 @@ class Group:
         self._came = deque[tuple[int, bytes]]()  # from other ranks, for the next turn
         star.groups += 1
         self._number = star.groups  # another group's late news are not this one's
-        self._told = [Told() for _ in range(star.ranks)]
-        self._said = Told()  # by this rank, in its last report
+        self._told = [PLAIN] * star.ranks
+        self._said = PLAIN  # by this rank, in its last report
         self._attend = True  # the next turn is an exchange, whatever is in flight
         self._ended = ""
         self._missing: set[int] = set()  # ranks that have not reported in this exchange
@@ -102,7 +105,8 @@ class Group:
         if self._ended:
             raise GroupEnded(self._ended)
         self._turn += 1
-        exchange, mine, news = waiting or self._attend, Told(up, proposal), [*events]
+        exchange, news = waiting or self._attend, [*events]
+        mine = Told(up, proposal) if proposal or not up else PLAIN
         self.exchanges += exchange
         if self.rank:
             return self._follow(mine, news, exchange)
@@ -160,7 +164,8 @@ class Group:
 
     def _count(self) -> None:
         """Rank 0 counts the events that have come since it last did."""
-        self._news[0] += [self._own.popleft() for _ in range(len(self._own))]
+        while self._own:
+            self._news[0].append(self._own.popleft())
         if any(self._news):
             self._happened += self._votes.merge(self._news)
             self._news = [[] for _ in range(self.ranks)]
@@ -215,7 +220,8 @@ class Group:
         link = self._star.links[0]
         try:
             with self._star.sending:
-                news[:0] = [self._own.popleft() for _ in range(len(self._own))]
+                if self._own:
+                    news[:0] = [self._own.popleft() for _ in range(len(self._own))]
                 if exchange or news or mine != self._said:
                     with suppress(Dead):  # rank 0 may have said why it ended before it closed
                         link.send(self._report(mine, news))
@@ -228,7 +234,7 @@ class Group:
             self._ended = f"rank 0: {DEAD}"
             raise GroupEnded(self._ended) from None
         try:
-            if frame[:1] == bytes([END]):
+            if frame[0] == END:
                 self._ended = frame[1:].decode(errors="replace")
                 raise GroupEnded(self._ended)
             kind, turn, now, flags, events, said = _INPUTS.unpack_from(frame)
@@ -242,6 +248,8 @@ class Group:
         return AgreedStep(happened, now, bool(flags & ALL_UP), decided, frame[at : at + said])
 
     def _report(self, mine: Told, news: list[Event]) -> bytes:
+        if mine is PLAIN and not news:
+            return _REPORT.pack(REPORT, self._turn, self._digest, UP, 0, 0)
         proposal = mine.proposal
         flags = UP * mine.up + PROPOSES * (proposal is not None) + READY * (proposal is not None and proposal.ready)
         what = 0 if proposal is None else _digest(proposal.what)
@@ -252,24 +260,26 @@ class Group:
 
     def _lead(self, mine: Told, news: list[Event], now: float, exchange: bool, says: bytes) -> AgreedStep:
         if mine.proposal is not None:  # as the others tell theirs
-            mine.proposal = Proposal(str(_digest(mine.proposal.what)), mine.proposal.ready)
+            mine = Told(mine.up, Proposal(str(_digest(mine.proposal.what)), mine.proposal.ready))
         self._told[0] = mine
         self._news[0] += news
         heard = self._hear(exchange)
         self._count()
         happened, self._happened = self._happened, []
         happened.sort(key=lambda event: (KINDS.index(type(event)), event.op))
-        up = all(told.up for told in self._told)
-        proposals = [told.proposal for told in self._told]
-        # Only of what all ranks say in this very turn: any of them may have given up what it said before.
-        decided = granted(proposals) if exchange else None
-        self._attend = heard or (decided is None and any(each is not None for each in proposals))
+        up, decided, self._attend = True, None, heard
+        if any(told is not PLAIN for told in self._told):
+            up = all(told.up for told in self._told)
+            proposals = [told.proposal for told in self._told]
+            # Only of what all ranks say in this very turn: any of them may have given up what it said before.
+            decided = granted(proposals) if exchange else None
+            self._attend = heard or (decided is None and any(each is not None for each in proposals))
         flags = ALL_UP * up + GRANTED * (decided is True) + REFUSED * (decided is False) + ATTEND * self._attend
         head = _INPUTS.pack(INPUTS, self._turn, now, flags, len(happened), len(says))
-        frame = head + b"".join(map(_event_bytes, happened)) + says
+        frame = framed(head + b"".join(map(_event_bytes, happened)) + says)
         for rank, link in self._star.links.items():
             try:
-                link.send(frame)
+                link.pass_on(frame)
             except (Dead, Late) as e:
                 self._part(rank, e)
         return AgreedStep(happened, now, up, decided, says)
@@ -277,16 +287,17 @@ class Group:
     def _hear(self, exchange: bool) -> bool:
         """Read what the other ranks have sent, in an exchange until each has reported; whether any came unasked."""
         self._missing = missing = set(self._star.links) if exchange else set()
-        unasked = False
-        patience_s = self._star.deadline_s * SLACK
-        end = self._star.clock() + patience_s
-        for rank, frame in self._frames(end):
-            turn = self._take(rank, frame)
+        unasked, plain = False, _REPORT.pack(REPORT, self._turn, self._digest, UP, 0, 0)
+        for rank, frame in self._frames(self._star.clock() + self._star.deadline_s * SLACK):
+            if frame == plain:  # as nearly every report is
+                self._told[rank], turn = PLAIN, self._turn
+            else:
+                turn = self._take(rank, frame)
             unasked |= turn < self._turn or not exchange
             if turn == self._turn:
                 missing.discard(rank)
-            if exchange and not missing:
-                break
+                if exchange and not missing:
+                    break
         if missing:
             self._part_late(missing)
         return unasked
@@ -296,7 +307,9 @@ class Group:
         while self._came:
             yield self._came.popleft()
         while ready := self._star.ready(max(0.0, end - self._star.clock()) if self._missing else 0.0):
-            for rank in filter(None, ready):
+            for rank in ready:
+                if not rank:
+                    continue  # it was rung for
                 try:
                     frame = self._star.links[rank].receive()
                 except (Dead, Late) as e:
@@ -306,7 +319,7 @@ class Group:
 
     def _is_news(self, rank: int, frame: bytes) -> bool:
         """Whether a frame only tells of events, which count from now on."""
-        if frame[:1] != bytes([NEWS]):
+        if frame[:1] != _NEWS_KIND:
             return False
         try:
             _, number, count = _NEWS.unpack_from(frame)
@@ -333,7 +346,7 @@ class Group:
             raise GroupEnded(self._end({rank: why}, set()))
         self._news[rank] += events
         proposal = Proposal(str(what), bool(flags & READY)) if flags & PROPOSES else None
-        self._told[rank] = Told(bool(flags & UP), proposal)
+        self._told[rank] = Told(bool(flags & UP), proposal) if proposal or not flags & UP else PLAIN
         return int(turn)
 
     def _part(self, rank: int, e: Exception) -> None:

@@ -20,7 +20,9 @@ MOST = 1 << 28  # bytes of the longest
 _LENGTH = struct.Struct("<I")
 _HELLO = struct.Struct("<8s32sHH")
 _MAGIC = b"kvranks1"
-_SEND, _OFFER = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)  # adding flags takes 2 us
+# As numbers: to combine flags, or to make a number of one, takes 2 us.
+_SEND, _OFFER = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_RECEIVE = int(socket.MSG_WAITALL)
 
 Address = Path | tuple[str, int]
 
@@ -37,6 +39,18 @@ class Late(Exception):
     """The other end has said nothing, or read nothing, until the deadline."""
 
 
+def framed(content: bytes) -> bytes:
+    """The frame of this content, as it is sent."""
+    assert len(content) <= MOST, "a frame is bounded"
+    return (_LENGTH.pack(len(content)) + content).ljust(FRAME, b"\0")
+
+
+def content_of(frame: bytes) -> bytes:
+    """What has been framed."""
+    (length,) = _LENGTH.unpack_from(frame)
+    return frame[_LENGTH.size : _LENGTH.size + length]
+
+
 class Link:
     """One socket to another rank, which one thread uses at a time in each direction.
 
@@ -48,7 +62,6 @@ class Link:
         if link.family != socket.AF_UNIX:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wait_at_most(deadline_s)
-        self._buffer = bytearray(FRAME)
         self._torn = False  # a part of a frame has been sent or read, and the rest has not
 
     def wait_at_most(self, deadline_s: float) -> None:
@@ -65,26 +78,28 @@ class Link:
 
     def send(self, content: bytes) -> None:
         """Send a frame. Dead, Late."""
-        self._send(content, _SEND)
+        self._send(framed(content), _SEND)
+
+    def pass_on(self, frame: bytes) -> None:
+        """Send a frame that is `framed`, as to several ranks. Dead, Late."""
+        self._send(frame, _SEND)
 
     def offer(self, content: bytes) -> bool:
         """Send a frame if the socket has room for it; whether it had. Dead, Late."""
-        return self._send(content, _OFFER)
+        return self._send(framed(content), _OFFER)
 
-    def _send(self, content: bytes, flags: int) -> bool:
-        assert len(content) <= MOST, "a frame is bounded"
-        frame = memoryview((_LENGTH.pack(len(content)) + content).ljust(FRAME, b"\0"))
+    def _send(self, frame: bytes, flags: int) -> bool:
         if self._torn:
             raise Dead
-        whole = len(frame)
+        sent, whole = 0, len(frame)
         try:
-            while frame:
-                frame = frame[self._socket.send(frame, flags) :]
+            while sent < whole:
+                sent += self._socket.send(frame[sent:] if sent else frame, flags)
                 flags = _SEND  # one that has begun is sent whole
         except BlockingIOError:
             if flags == _OFFER:
                 return False
-            self._torn = len(frame) < whole
+            self._torn = sent > 0
             raise Late from None
         except OSError:
             raise Dead from None
@@ -92,30 +107,29 @@ class Link:
 
     def receive(self) -> bytes:
         """The next frame. Dead (also if it is no frame), Late."""
-        self._fill(self._buffer)
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if length <= FRAME - _LENGTH.size:
-            return bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
+        frame = self._read(FRAME)
+        (length,) = _LENGTH.unpack_from(frame)
         if length > MOST:
             raise Dead
-        rest = bytearray(length + _LENGTH.size - FRAME)
-        self._fill(rest, begun=True)
-        return bytes(self._buffer[_LENGTH.size :]) + bytes(rest)
+        if length > FRAME - _LENGTH.size:
+            frame += self._read(length + _LENGTH.size - FRAME, begun=True)
+        return content_of(frame)
 
-    def _fill(self, buffer: bytearray, begun: bool = False) -> None:
+    def _read(self, nbytes: int, begun: bool = False) -> bytes:
         if self._torn:
             raise Dead
-        left = memoryview(buffer)
+        found = b""
         try:
-            while left:
-                if not (done := self._socket.recv_into(left, 0, socket.MSG_WAITALL)):
+            while len(found) < nbytes:
+                if not (some := self._socket.recv(nbytes - len(found), _RECEIVE)):
                     raise Dead
-                left = left[done:]
+                found = found + some if found else some
         except BlockingIOError:
-            self._torn = begun or len(left) < len(buffer)
+            self._torn = begun or bool(found)
             raise Late from None
         except OSError:
             raise Dead from None
+        return found
 
     def close(self) -> None:
         self._socket.close()
