@@ -1,5 +1,7 @@
 """Pools that share a memory tier: extents go from pool to pool as the traffic asks."""
 
+import random
+from array import array
 from itertools import product
 
 import pytest
@@ -52,6 +54,31 @@ def test_the_slots_of_an_extent_begin_at_whole_blocks(sizes: tuple[int, ...]) ->
     assert found is not None
     for per, size in zip(found.per, sizes, strict=True):
         assert found.nbytes % per == 0 and found.nbytes // per % 4096 == 0 and found.nbytes // per >= size
+
+
+def test_what_has_moved_is_told_once_and_pools_have_no_more_memory_than_there_is() -> None:
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    dice, extents = random.Random(seed), Extents(Cut(9, (4, 1), (1, 2)))
+    behind = set[tuple[int, int]]()  # pools and extents that have memory
+    for _ in range(400):
+        pool = dice.randrange(2)
+        mine = [extent for extent, owner in enumerate(extents.pool_of) if owner == pool]
+        if mine and dice.random() < 0.5:  # all but the chosen ones are in use
+            used = [slot for extent in mine for slot in extents.slots(pool, extent) if dice.random() < 0.5]
+            extents.take(pool, used)
+            extents.loosen(pool, array("i"))
+            extents.give(pool, used)
+        else:
+            extents.grow(pool)
+        if dice.random() < 0.4:
+            left, joined = extents.moved()
+            assert {*left} <= behind
+            behind -= {*left}
+            assert not behind & {*joined}
+            behind |= {*joined}
+            assert behind == {(owner, extent) for extent, owner in enumerate(extents.pool_of) if owner >= 0}
+            assert len({extent for _, extent in behind}) == len(behind), "an extent is behind one pool"
 
 
 def test_one_pool_and_several_chains_do_not_share() -> None:

@@ -1,8 +1,6 @@
-"""Two ranks whose sums nccl makes: each is a node of its own, since nccl has one rank on a GPU of a node."""
+"""Two ranks whose sums nccl makes."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gpu_nodes
 from kvarve.testing.models import save_checkpoint, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -20,12 +19,11 @@ def test_answers_of_two_ranks_on_a_gpu_are_those_without_a_cache_from_every_tier
     for family in FAMILIES:
         save_checkpoint(tiny_model(family), tmp_path / family)
     options = {"folder": str(tmp_path), "families": FAMILIES, "device": "cuda"}
-    address = f"127.0.0.1:{_two_free_ports()}"
+    words = [gpu_nodes.address(), json.dumps(options)]
     nodes = [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("one_node.py")), str(node), address, json.dumps(options)],
-            # What names a node for nccl, which then goes by sockets.
-            env={**os.environ, "NCCL_HOSTID": f"node {node}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"},
+            [sys.executable, str(Path(__file__).with_name("one_node.py")), str(node), *words],
+            env=gpu_nodes.environment(node),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -41,15 +39,3 @@ def test_answers_of_two_ranks_on_a_gpu_are_those_without_a_cache_from_every_tier
         hits = {name: counts[:-1] for name, counts in found["rounds"].items()}
         assert not any(counts[-1] for counts in found["rounds"].values()), f"{family}: {found['rounds']}"
         assert not any(hits["cold"]) and hits["device"][0] and hits["host"][1] and hits["storage"][2], hits
-
-
-def _two_free_ports() -> int:
-    """The first of two ports, one after the other, that nobody listens at."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port: int = first.getsockname()[1]
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except OSError:
-                continue
-            return port

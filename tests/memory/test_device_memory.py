@@ -12,12 +12,14 @@ from pages import noise, raw
 
 from kvarve import worker
 from kvarve.config import CacheConfig, cut_memory
+from kvarve.core.effects import Hurry
 from kvarve.core.extents import Cut, Extents
 from kvarve.errors import ConfigError
 from kvarve.memory.arenas import DeviceArena
 from kvarve.memory.device_memory import DeviceMemory, driver_of
 from kvarve.memory.machine import on_host
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
+from kvarve.prefix_cache import PrefixCache
 from kvarve.worker import CacheWorker, _device_arenas
 from pretend_gpu import PretendDriver
 
@@ -147,3 +149,33 @@ def test_a_device_with_virtual_memory_is_shared_and_any_other_is_divided(monkeyp
     monkeypatch.setattr(worker, "driver_of", lambda _: None)
     monkeypatch.setattr(worker, "on_host", lambda _: False)
     assert not isinstance(CacheWorker(identity, CacheConfig(64 << 20)).slots[Tier.DEVICE], Cut)
+
+
+def test_the_device_has_ended_what_it_computes_before_memory_moves_and_copies_come_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, told = PretendDriver(), list[str]()
+    monkeypatch.setattr(worker, "driver_of", lambda _: driver)
+    identity = ModelIdentity("test", "w1", "float32", 16, 64, POOLS)
+    cache = PrefixCache(identity, CacheConfig(64 << 20, 16 << 20))
+    try:
+        for place, name in ((cache.worker.transfers, "computed"), (driver, "unmap"), (driver, "map")):
+            real = getattr(place, name)
+            monkeypatch.setattr(place, name, lambda *given, real=real, name=name: (told.append(name), real(*given))[1])
+        do = cache.worker.do
+        monkeypatch.setattr(cache.worker, "do", lambda orders: (told.append("do"), do(orders))[1])
+        extents = cache.scheduler.core.slot_pools.extents[0]
+        assert extents is not None
+        grown = [extents.grow(2) for _ in range(1 + extents.cut.least[2])]
+        monkeypatch.setattr(cache.scheduler, "take", lambda: [Hurry(())])
+        cache.step()
+        assert told[0] == "map" and told[-1] == "do" and {*told[:-1]} == {"map"}
+        told.clear()
+        extents.loosen(2, array("i", [slot for slots in grown if slots is not None for slot in slots]))
+        extents.grow(0)
+        cache.step()
+        assert told[:2] == ["computed", "unmap"] and told[-1] == "do"
+        assert told[1:-1] == sorted(told[1:-1], reverse=True), "memory is taken before it is given"
+    finally:
+        monkeypatch.undo()
+        cache.shutdown(5)
