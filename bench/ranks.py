@@ -50,7 +50,7 @@ SMALL_TRACE = Path(__file__).parents[1] / "docs" / "small-trace.jsonl"
 
 @dataclass(frozen=True)
 class Size:
-    rounds: int = 12  # so that no other load of the machine covers half of them
+    rounds: int = 24  # so that no other load of the machine covers half of them
     exchanges: int = 2000  # in each round
     prompts: int = 3
 

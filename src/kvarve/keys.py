@@ -90,7 +90,17 @@ def object_name(root: bytes, key: bytes, pool: str, rank: int = 0, ranks: int = 
 
     The page is that of `rank` of `ranks`; a page of a replicated pool is rank 0's.
     """
-    return f"{group_name(root)}-{key.hex()}.{pool}.{rank}of{ranks}"
+    return page_name(root, key) + record_name(pool, rank, ranks)
+
+
+def page_name(root: bytes, key: bytes) -> str:
+    """What the names of all records of a page begin with."""
+    return f"{group_name(root)}-{key.hex()}"
+
+
+def record_name(pool: str, rank: int, ranks: int) -> str:
+    """What the names of all pages of a pool on a rank end with."""
+    return f".{pool}.{rank}of{ranks}"
 
 
 class ObjectName(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvarve.keys import object_name
+from kvarve.keys import page_name, record_name
 from kvarve.memory.host_memory import zeros
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.memory.seals import CHECKSUM, Seal
@@ -25,6 +25,7 @@ class Parts:
         # How many ranks have the same parts: each writes some of the pages.
         self._held = ranks if pool.replicated else 1 if pool.groups is None else max(1, ranks // self._of)
         self._turn = rank % self._held
+        self._ends = [record_name(pool.name, part, self._of) for part in self._mine]
         self.several = len(self._mine) > 1
         part = pool
         if self.several and pool.groups is not None:
@@ -39,7 +40,8 @@ class Parts:
 
     def names(self, root: bytes, key: bytes) -> list[str]:
         """The names of a page's records."""
-        return [object_name(root, key, self.pool.name, part, self._of) for part in self._mine]
+        page = page_name(root, key)
+        return [page + end for end in self._ends]
 
     def blanks(self, record: memoryview) -> list[memoryview]:
         """Memory for the records of a page: its own record, where that is all of them."""
