@@ -23,6 +23,7 @@ import kvarve.transfer.engine
 import kvarve.verify.damage
 import kvarve.verify.prover
 import kvarve.verify.requests
+import kvarve.worker
 from kvarve import boundaries
 from kvarve.cli import main
 from kvarve.core.cache import Core
@@ -106,6 +107,15 @@ def test_the_model_inside_kvarve_is_proved_on_the_command_line(tmp_path: Path) -
     assert done.stderr == ""
     assert "every bit equal" in done.stdout
     assert json.loads(report.read_text())["ok"] is True
+
+
+def test_a_device_that_pools_cannot_share_has_room_for_every_path(
+    verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU without virtual memory, or with too little: memory is divided by how far apart snapshots may be."""
+    for module in (kvarve.worker, kvarve.verify.prover):
+        monkeypatch.setattr(module, "on_host", lambda _: False)
+    assert verify("gpt_oss") == 0, verify.wrong()
 
 
 def test_the_effect_of_rounded_hits_is_measured(verify: Verify, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,12 +69,18 @@ def divide(
     granule: int = 1,
 ) -> Cut | tuple[int, ...]:
     """The slots of each pool in a tier of `memory` bytes: cut into extents that the pools share, or divided once where
-    the tier cannot be cut. `granule`: memory goes from pool to pool by so many bytes, 0 if it cannot. ConfigError if
-    not even two chunks of a prompt would fit."""
+    the tier cannot be cut. `granule`: memory goes from pool to pool by so many bytes, 0 if it cannot; extents so large
+    that a prompt could be longer in divided memory are none. ConfigError if not even two chunks of a prompt would fit.
+    """
     shape, states = (pools, page_tokens, chunk_tokens), policies.states
     apart = spacing(*shape, policies.snapshot_every)
     once = split(memory, *shape, records=records, what=what, per_snapshot=apart, states=states)
-    return (cut_memory(memory, *shape, records=records, states=states, granule=granule) if granule else None) or once
+    found = cut_memory(memory, *shape, records=records, states=states, granule=granule) if granule else None
+    if found is None or (
+        granule > 1 and any(found.most(i) < once[i] for i, pool in enumerate(pools) if pool.lookback is None)
+    ):
+        return once
+    return found
 
 
 def split(

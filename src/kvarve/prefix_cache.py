@@ -288,8 +288,6 @@ class PrefixCache:
             self._listener.put(told)
 
     def _send(self) -> None:
-        left, joined = self.scheduler.moved()
-        if left or joined:
-            self.worker.move(left, joined)  # before any copy into the slots of those that joined
+        self.worker.move(*self.scheduler.moved())  # before any copy into the slots of extents that have joined a pool
         if orders := self.scheduler.take():
             self.worker.do(orders)

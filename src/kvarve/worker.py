@@ -7,6 +7,7 @@ threads touch only slots that the scheduler gave them.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -105,15 +106,19 @@ def _device_arenas(pools: Sequence[PoolSpec], divided: Cut | Sequence[int], devi
         return [DeviceArena(pool, slots, device) for pool, slots in zip(pools, divided, strict=False)]
     counts, driver = map(divided.slots, range(len(pools))), driver_of(device)
     if driver is None:
+        assert on_host(device), "it had a driver when its memory was cut"
         return [DeviceArena(pool, slots, device) for pool, slots in zip(pools, counts, strict=True)]
     chains = [(pool, per) for pool, per in zip(pools, divided.per, strict=True) if pool.lookback is None]
     # Pieces as large as every part of an extent allows, as each takes calls of the driver.
     piece = math.gcd(divided.nbytes, *(per * buffer.nbytes for pool, per in chains for buffer in pool.buffers))
     shared = DeviceMemory(divided.count * divided.nbytes, piece, driver)
-    return [
-        DeviceArena(pool, slots, device, shared=shared, stride=divided.nbytes // per)
-        for pool, slots, per in zip(pools, counts, divided.per, strict=True)
-    ]
+    try:
+        return [
+            DeviceArena(pool, slots, device, shared=shared, stride=divided.nbytes // per)
+            for pool, slots, per in zip(pools, counts, divided.per, strict=True)
+        ]
+    except RuntimeError as e:
+        raise ConfigError(f"the memory of {device} cannot be shared by pools: {e}") from e
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,7 @@ class CacheWorker:
         self._changes = 0  # proposed so far
         self.attached: Attached | None = None
         self.device = _device_arenas(pools, self.slots.get(Tier.DEVICE, ()), device)
+        self._moves = deque[tuple[Callable[[DeviceArena, range], None], int, int]]()  # that are not made yet
         self.host: list[HostArena] = []
         with ExitStack() as undo:
             shared, strides = None, [0] * len(pools)
@@ -239,15 +245,19 @@ class CacheWorker:
 
     def move(self, left: Sequence[tuple[int, int]], joined: Sequence[tuple[int, int]]) -> None:
         """Take the memory of extents that have left a pool of the device, and give pools that of those that joined
-        them."""
-        cut = self.slots.get(Tier.DEVICE)
-        assert isinstance(cut, Cut), "only of a device that pools share"
+        them. RuntimeError: the driver has failed, and what is left to do is done first by the next call."""
         if left:
-            self.transfers.computed()  # what the device still computes may read them
-        for moves, act in ((left, DeviceArena.release), (joined, DeviceArena.commit)):
-            for pool, extent in moves:
-                per = cut.per[pool]
-                act(self.device[pool], range(extent * per, (extent + 1) * per))
+            self.transfers.finish()  # what the device still does may touch them
+        self._moves += [
+            *((DeviceArena.release, *each) for each in left),
+            *((DeviceArena.commit, *each) for each in joined),
+        ]
+        while self._moves:
+            act, pool, extent = self._moves[0]
+            cut = self.slots[Tier.DEVICE]
+            assert isinstance(cut, Cut), "only a device that pools share has extents"
+            act(self.device[pool], range(extent * cut.per[pool], (extent + 1) * cut.per[pool]))
+            self._moves.popleft()
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a copy has ended or `wake` was called, at most `timeout_s`; False if nothing has happened."""

@@ -11,9 +11,10 @@ import pytest
 from pages import noise, raw
 
 from kvarve import worker
-from kvarve.config import CacheConfig, cut_memory
+from kvarve.config import CacheConfig, cut_memory, divide
 from kvarve.core.effects import Hurry
 from kvarve.core.extents import Cut, Extents
+from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.memory.arenas import DeviceArena
 from kvarve.memory.device_memory import DeviceMemory, driver_of
@@ -61,6 +62,21 @@ def test_the_parts_of_an_extent_are_whole_granules_for_every_pool(granule: int) 
 
 def test_a_budget_of_few_granules_is_divided_once() -> None:
     assert cut_memory(8 << 20, POOLS, 16, 64, records=False, granule=1 << 21) is None
+
+
+@pytest.mark.parametrize("states", [0, 100])
+@pytest.mark.parametrize("gib", range(2, 40, 3))
+def test_no_prompt_is_too_long_because_extents_are_large(gib: int, states: int) -> None:
+    """Heads of 80 elements: 128 pages of 20 KiB fill granules of 2 MiB, so a part of 64 layers has 640 MiB."""
+    shape = tuple(BufferSpec(f"layers.{n}.k", (128, 80), "bfloat16") for n in range(64))
+    pools = PoolSpec("attention", shape, None), PoolSpec("window", shape, 8)
+    once, shared = (
+        divide(gib << 30, pools, 128, 256, Policies(states=states), records=False, what="device", granule=granule)
+        for granule in (0, 1 << 21)
+    )
+    assert not isinstance(once, Cut)
+    assert (shared.most(0) if isinstance(shared, Cut) else shared[0]) >= once[0]
+    assert isinstance(shared, Cut) or gib < 20
 
 
 @pytest.mark.parametrize("kind", drivers())
@@ -159,7 +175,7 @@ def test_the_device_has_ended_what_it_computes_before_memory_moves_and_copies_co
     identity = ModelIdentity("test", "w1", "float32", 16, 64, POOLS)
     cache = PrefixCache(identity, CacheConfig(64 << 20, 16 << 20))
     try:
-        for place, name in ((cache.worker.transfers, "computed"), (driver, "unmap"), (driver, "map")):
+        for place, name in ((cache.worker.transfers, "finish"), (driver, "unmap"), (driver, "map")):
             real = getattr(place, name)
             monkeypatch.setattr(place, name, lambda *given, real=real, name=name: (told.append(name), real(*given))[1])
         do = cache.worker.do
@@ -174,8 +190,48 @@ def test_the_device_has_ended_what_it_computes_before_memory_moves_and_copies_co
         extents.loosen(2, array("i", [slot for slots in grown if slots is not None for slot in slots]))
         extents.grow(0)
         cache.step()
-        assert told[:2] == ["computed", "unmap"] and told[-1] == "do"
+        assert told[:2] == ["finish", "unmap"] and told[-1] == "do"
         assert told[1:-1] == sorted(told[1:-1], reverse=True), "memory is taken before it is given"
     finally:
         monkeypatch.undo()
         cache.shutdown(5)
+
+
+@pytest.mark.parametrize("fails", ["map", "unmap"])
+def test_a_driver_that_fails_in_between_is_asked_again_before_anything_is_copied(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, fail, left = PretendDriver(), [False], list[int]()
+    monkeypatch.setattr(worker, "driver_of", lambda _: driver)
+    cache = PrefixCache(ModelIdentity("test", "w1", "float32", 16, 64, POOLS), CacheConfig(64 << 20))
+    real = getattr(driver, fails)
+
+    def failing(*given: object) -> None:
+        left.append(1)
+        if fail[0] and len(left) > 2:
+            fail[0] = False
+            raise RuntimeError("the driver fails")
+        real(*given)
+
+    monkeypatch.setattr(driver, fails, failing)
+    extents = cache.scheduler.core.slot_pools.extents[0]
+    assert extents is not None
+    grown = [extents.grow(2) for _ in range(3 + extents.cut.least[2])]
+    cache.step()
+    extents.loosen(2, array("i", [slot for slots in grown if slots is not None for slot in slots]))
+    extents.grow(0)
+    extents.grow(0)
+    fail[0], left[:] = True, []
+    with pytest.raises(RuntimeError, match="the driver fails"):
+        cache.step()
+    cache.step()
+    whole = {pool: cache.worker.device[pool] for pool in range(3)}
+    for extent, pool in enumerate(extents.pool_of):
+        for tensor in whole[pool].buffers.values() if pool >= 0 else ():
+            slots = extents.slots(pool, extent)
+            tensor[slots.start : slots.stop].fill_(1)  # ends the process where no memory is
+    assert sum(nbytes for _, nbytes in driver.mapped.values()) <= 64 << 20
+    cache.shutdown(5)
+    del cache, whole, tensor
+    gc.collect()
+    assert not driver.pieces and not driver.reserved and not driver.mapped

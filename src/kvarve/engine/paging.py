@@ -66,7 +66,7 @@ class PagedTape(Tape):
     """The entries of one buffer in the pages of an arena [slots, per_page, *shape]."""
 
     def __init__(self, arena: Tensor, table: Table) -> None:
-        super().__init__(arena.flatten(0, 1), arena.shape[1], 0, None)
+        super().__init__(arena.view(-1, *arena.shape[2:]), arena.shape[1], 0, None)  # no copy
         self.table, self._arena = table, arena
 
     def append(self, entries: Tensor) -> None:

@@ -77,6 +77,12 @@ class DeviceCopies:
         """An event: all that the calling thread has sent to its compute stream so far has been done."""
         return self._mark(self._torch.current_stream(self._where))
 
+    def finish(self) -> None:
+        """Wait until the device has done all that has been sent so far: by the calling thread, to its compute stream,
+        and by copies, also those that failed on their way."""
+        for stream in (self._torch.current_stream(self._where), self._up, self._down):
+            self._mark(stream).synchronize()
+
     def order(self, event: Any) -> None:
         """Have the calling thread's compute stream wait for an event; the thread does not."""
         self._torch.current_stream(self._where).wait_event(event)

@@ -6,6 +6,7 @@ the parts of its addresses that it uses. To touch any other part ends the proces
 """
 
 import weakref
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ class Driver(Protocol):
     def free(self, address: int, nbytes: int) -> None: ...
 
     def map(self, address: int, nbytes: int, piece: Any) -> None:
-        """Put physical memory of these bytes behind addresses."""
+        """Put physical memory of these bytes behind addresses. RuntimeError: none is there then."""
 
     def unmap(self, address: int, nbytes: int) -> None: ...
 
@@ -86,7 +87,11 @@ class CudaDriver:
 
     def map(self, address: int, nbytes: int, piece: Any) -> None:
         self._ask("cuMemMap", address, nbytes, 0, piece, 0)
-        self._ask("cuMemSetAccess", address, nbytes, [self._access], 1)
+        try:
+            self._ask("cuMemSetAccess", address, nbytes, [self._access], 1)
+        except RuntimeError:
+            self.unmap(address, nbytes)
+            raise
 
     def unmap(self, address: int, nbytes: int) -> None:
         self._ask("cuMemUnmap", address, nbytes)
@@ -134,14 +139,16 @@ class DeviceMemory:
         return Addresses(self, -(-nbytes // self.piece) * self.piece)
 
     def commit(self, address: int) -> None:
-        """Put a piece of physical memory behind an address that has none."""
-        piece = self._held.loose.pop()
-        self._held.mapped[address] = piece
-        self.driver.map(address, self.piece, piece)
+        """Put a piece of physical memory behind an address, unless it has one. RuntimeError: it has none then."""
+        if address not in self._held.mapped:
+            self.driver.map(address, self.piece, self._held.loose[-1])
+            self._held.mapped[address] = self._held.loose.pop()
 
     def release(self, address: int) -> None:
-        self.driver.unmap(address, self.piece)
-        self._held.loose.append(self._held.mapped.pop(address))
+        """Take the piece from behind an address, if it has one. RuntimeError: it has it still."""
+        if address in self._held.mapped:
+            self.driver.unmap(address, self.piece)
+            self._held.loose.append(self._held.mapped.pop(address))
 
     def hold(self, nbytes: int) -> int:
         """Reserve addresses, until this object ends."""
@@ -160,12 +167,13 @@ class Addresses:
         memory.release(self._start)
 
     def commit(self, start: int, stop: int) -> None:
-        """Have memory behind these bytes, whole pieces that have none."""
+        """Have memory behind these bytes, whole pieces. RuntimeError: perhaps behind some of them; ask again."""
         for at in self._pieces(start, stop):
             self._memory.commit(at)
 
     def release(self, start: int, stop: int) -> None:
-        """Loose the memory behind these bytes, whole pieces; nothing reads or writes them any more."""
+        """Loose the memory behind these bytes, whole pieces, which nothing reads or writes any more. RuntimeError:
+        perhaps not of all; ask again."""
         for at in self._pieces(start, stop):
             self._memory.release(at)
 
@@ -185,13 +193,18 @@ class _Held:
         self.addresses: list[tuple[int, int]] = []  # first, and bytes
 
     def close(self) -> None:
-        self._driver.synchronize()
+        """Give all of it back, as far as the driver takes it: on a GPU that has failed it may not."""
+        with suppress(RuntimeError):
+            self._driver.synchronize()
         for address in self.mapped:
-            self._driver.unmap(address, self._piece)
+            with suppress(RuntimeError):
+                self._driver.unmap(address, self._piece)
         for piece in (*self.loose, *self.mapped.values()):
-            self._driver.destroy(piece)
+            with suppress(RuntimeError):
+                self._driver.destroy(piece)
         for address, nbytes in self.addresses:
-            self._driver.free(address, nbytes)
+            with suppress(RuntimeError):
+                self._driver.free(address, nbytes)
 
 
 class OnGpu:

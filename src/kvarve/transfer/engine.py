@@ -125,9 +125,9 @@ class TransferEngine:
         place once its layer of all of these has come."""
         return self._arrivals
 
-    def computed(self) -> None:
-        """Wait until the device has done all that the calling thread has sent to its compute stream."""
-        self._copies.ready().synchronize()
+    def finish(self) -> None:
+        """Wait until the device has done what has been sent to it (see `DeviceCopies.finish`)."""
+        self._copies.finish()
 
     def close(self, timeout_s: float = 10.0, storage_s: float = 5.0, up: bool = True) -> None:
         """Let the lanes finish their work, then close the storage, all within `timeout_s`, of which closing the storage

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvarve.config import CacheConfig, room_for, spacing
+from kvarve.config import CacheConfig, divide, room_for, spacing
+from kvarve.core.extents import Cut
 from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.ranks import Ranks
 from kvarve.keys import object_name
+from kvarve.memory.device_memory import driver_of
 from kvarve.memory.machine import on_host
 from kvarve.model import MEMORY_TIERS, ModelIdentity, PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
@@ -89,9 +91,12 @@ class Prover:
         most = sum(self.plan.lengths()) + 4 * self.plan.longest
         near = room_for(device or most, *shape, records=False, per_snapshot=chunk)
         if not (device or on_host(self.model.model.device)):
-            # Of a GPU's memory pools share large parts, or none: then they have snapshots that far apart.
-            apart = spacing(*shape)
-            near = max(2 * near, room_for(most * apart // chunk, *shape, records=False, per_snapshot=apart))
+            near *= 2  # a GPU's extents are large, and not all are full
+            driver = driver_of(self.model.model.device)
+            granule = 0 if driver is None else driver.granule
+            if not isinstance(divide(near, *shape, Policies(), records=False, what="device", granule=granule), Cut):
+                apart = spacing(*shape)  # of snapshots, where pools do not share
+                near = max(near, room_for(most * apart // chunk, *shape, records=False, per_snapshot=apart))
         return CacheConfig(
             near,
             room_for(host or most, *shape, records=True, per_snapshot=chunk),
