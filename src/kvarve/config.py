@@ -12,6 +12,7 @@ from kvarve.memory.record import BLOCK_BYTES, record_bytes
 from kvarve.model import PoolSpec
 from kvarve.sizes import format_size, parse_size
 
+SHORTER = 7 / 8  # of the longest prompt: what is worth sharing memory by large extents
 PROMPT_TOKENS = 8192  # assumed length of a prompt, see `spacing`
 NO_HOST = "storage needs host memory, through which its pages travel: give host memory too"
 
@@ -69,18 +70,17 @@ def divide(
     granule: int = 1,
 ) -> Cut | tuple[int, ...]:
     """The slots of each pool in a tier of `memory` bytes: cut into extents that the pools share, or divided once where
-    the tier cannot be cut. `granule`: memory goes from pool to pool by so many bytes, 0 if it cannot; extents so large
-    that a prompt could be longer in divided memory are none. ConfigError if not even two chunks of a prompt would fit.
-    """
+    the tier cannot be cut. `granule`: memory goes from pool to pool by so many bytes, 0 if it cannot; by large ones it
+    is shared only if prompts can be about as long as in divided memory. ConfigError if not even two chunks of a prompt
+    would fit."""
     shape, states = (pools, page_tokens, chunk_tokens), policies.states
     apart = spacing(*shape, policies.snapshot_every)
     once = split(memory, *shape, records=records, what=what, per_snapshot=apart, states=states)
     found = cut_memory(memory, *shape, records=records, states=states, granule=granule) if granule else None
-    if found is None or (
-        granule > 1 and any(found.most(i) < once[i] for i, pool in enumerate(pools) if pool.lookback is None)
-    ):
-        return once
-    return found
+    if found is None or granule == 1:
+        return found or once
+    chains = [number for number, pool in enumerate(pools) if pool.lookback is None]
+    return once if any(found.most(number) < SHORTER * once[number] for number in chains) else found
 
 
 def split(
