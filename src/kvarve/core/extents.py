@@ -148,8 +148,9 @@ def cut(
     """Cut `budget` bytes for pools whose slots take `sizes` bytes, of which each needs `fewest`. `shares`: the part of
     the bytes that each pool is likely to have; equal ones unless given. `unit`: slots begin at multiples of it and fill
     their extent; of single bytes they leave a rest. `most`: slots that a pool may have, rounded up to whole extents.
-    `granule`: an extent has a multiple of these bytes. `rows`: pools that have a multiple of so many slots in an
-    extent, one behind the other whatever the unit is; 0: by the unit. None if so few bytes cannot be cut.
+    `granule`: the driver moves so many bytes at a time, so extents are multiples of it. `rows`: how many slots of a
+    pool fill whole granules, one behind the other whatever the unit is; 0: its slots lie by units. None if so few bytes
+    cannot be cut.
 
     Large extents waste little where slots do not fill them; of small ones few pages have to leave before one is empty.
     """

@@ -5,6 +5,7 @@ one piece. The physical memory is allocated once as well, in pieces of equal siz
 the parts of its addresses that it uses. To touch any other part ends the process's work on the GPU.
 """
 
+import logging
 import weakref
 from contextlib import suppress
 from importlib import import_module
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from kvarve.errors import ConfigError
 from kvarve.sizes import format_size
+
+log = logging.getLogger(__name__)
 
 
 class Driver(Protocol):
@@ -115,7 +118,8 @@ def driver_of(device: str | torch.device) -> Driver | None:
         return None
     try:
         return CudaDriver(torch.device(device))
-    except (RuntimeError, AssertionError, ImportError):
+    except (RuntimeError, AssertionError, ImportError) as e:
+        log.warning("pools of %s cannot share its memory, which is divided once: %s", device, e)
         return None
 
 

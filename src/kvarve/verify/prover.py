@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvarve.config import CacheConfig, divide, room_for, spacing
+from kvarve.config import CacheConfig, room_for, spacing
 from kvarve.core.extents import Cut
 from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.ranks import Ranks
 from kvarve.keys import object_name
-from kvarve.memory.device_memory import driver_of
 from kvarve.memory.machine import on_host
 from kvarve.model import MEMORY_TIERS, ModelIdentity, PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
@@ -23,6 +22,7 @@ from kvarve.transfer.compression import compressing
 from kvarve.verify.plan import Plan
 from kvarve.verify.report import TIERS, Path, ProofReport
 from kvarve.verify.requests import ProofRequest, Stuck, Transcript, Uncached, differences, largest
+from kvarve.worker import check
 
 SETTLE_S = 60.0
 STORAGE_S = 30.0  # a storage that takes longer never answers
@@ -92,9 +92,8 @@ class Prover:
         near = room_for(device or most, *shape, records=False, per_snapshot=chunk)
         if not (device or on_host(self.model.model.device)):
             near *= 2  # a GPU's extents are large, and not all are full
-            driver = driver_of(self.model.model.device)
-            granule = 0 if driver is None else driver.granule
-            if not isinstance(divide(near, *shape, Policies(), records=False, what="device", granule=granule), Cut):
+            slots = check(self.model.identity, CacheConfig(near), str(self.model.model.device))
+            if not isinstance(slots[Tier.DEVICE], Cut):
                 apart = spacing(*shape)  # of snapshots, where pools do not share
                 near = max(near, room_for(most * apart // chunk, *shape, records=False, per_snapshot=apart))
         return CacheConfig(

@@ -261,7 +261,7 @@ class Slab:
         at, size_bytes = found
         begin = max(first, at // slot_bytes)
         last = min(end, -(-(at + size_bytes) // slot_bytes)) if size_bytes else end
-        return (begin, last) if begin < last else None  # the answer may be of bytes that nobody asked about
+        return (begin, last) if begin < last else None  # a file system may name a lock outside of the asked bytes
 
     def unlock(self, first: int, count: int) -> None:
         self.disk.unlock_range(self.file, self.shape.slot_at(first), count * self.shape.slot_bytes)
