@@ -100,11 +100,9 @@ def test_without_one_rank_all_end_and_say_which_and_a_restart_serves_from_storag
         ended = process.wait(PATIENCE_S)
         took_s = time.monotonic() - began
         said = (tmp_path / "log").read_text()
-        # Where nccl finds first that a rank is gone, it says so and aborts the process, before anything wrong is used.
-        if not (gpu and ended == -signal.SIGABRT):
-            assert ended == 2
-            assert re.search(r"rank 1: it is (dead|late)" if how == "killed" else "rank 1: it is late", said), said
-        # It ends with the process that started it; of another machine, where it is started.
+        assert ended == 2, said
+        assert re.search(r"rank 1: it is (dead|late)" if how == "killed" else "rank 1: it is late", said), said
+        # A rank of this node ends with rank 0; one of another node that was stopped has to be ended there.
         gone = not Path(f"/proc/{other}").exists() or "Z" in Path(f"/proc/{other}/stat").read_text().split()[2]
         assert gone or (gpu and how == "stopped")
         assert took_s < DEADLINE_S + 40, "what the processes take to end, on a slow machine"
