@@ -15,6 +15,7 @@ from kvarve.prefix_cache import PrefixCache
 PROMPT_TOKENS, PAGE_TOKENS, CHUNK_TOKENS, LAYERS = 4096, 64, 256, 8
 PAGES = PROMPT_TOKENS // PAGE_TOKENS
 PATIENCE_S = 120.0
+MEET_S = 0.01
 
 HEADS, STATE_HEADS = 4, 16
 
@@ -50,17 +51,19 @@ def until(cache: PrefixCache, done: Callable[[], bool]) -> None:
 class Restore:
     """Prompts of 4,096 tokens, each computed once and then brought back from storage."""
 
-    def __init__(self, storage: str, ranks: int = 1, meet: Callable[[], object] = lambda: None, **among: Any) -> None:
-        """`among`: this rank and its agreement with the others, where there are `ranks`; `meet` waits for all of them,
-        as a layer of a model does."""
+    def __init__(
+        self, storage: str, ranks: int = 1, of_all: Callable[[float], list[float]] = lambda one: [one], **among: Any
+    ) -> None:
+        """`among`: this rank and its agreement with the others, where there are `ranks`; `of_all` waits for all of
+        them, as a layer of a model does, and gives what each has given."""
         room = 12 * PROMPT_BYTES // ranks  # so that a store's share of the host holds a prompt
         settings = CacheConfig(room, room, storage, policies=Policies(prefetch_policy="wait_complete"))
         self.cache, self._first = PrefixCache(identity(ranks), settings, **among), 0
-        self._meet = meet
-        self.stored_s = 0.0  # from the last prompt's last page until storage had all
+        self._of_all = of_all
+        self.stored_s = 0.0  # from the last prompt's last page until storage had all, on all ranks
 
     def round(self) -> float:
-        """Seconds from `open` until the pages of a prompt that only storage has are on the device."""
+        """Seconds from `open` until the pages of a prompt that only storage has are on the device, on all ranks."""
         cache = self.cache
         prompt = np.arange(PROMPT_TOKENS + 1) + self._first
         self._first += len(prompt)
@@ -70,20 +73,29 @@ class Restore:
             for buffer in cache.arena(name).values():
                 for position, slot in slots.items():
                     buffer[slot].fill_(_value(position))
-        self._meet()
-        start = time.perf_counter()
+        start = self._start()
         cache.publish(lease, PAGES)
         cache.close(lease)
         assert cache.settle(PATIENCE_S)
-        self.stored_s = time.perf_counter() - start
+        self.stored_s = self._seconds_since(start)
         cache.flush(timeout_s=PATIENCE_S)
-        start = time.perf_counter()
+        start = self._start()
         lease = cache.open(prompt)
         until(cache, lambda: cache.claim(lease))
-        seconds = time.perf_counter() - start
+        seconds = self._seconds_since(start)
         self._check(lease)
         cache.flush(timeout_s=PATIENCE_S)
         return seconds
+
+    def _start(self) -> float:
+        """Wait until a moment that all ranks have agreed on: by then each has come back from agreeing."""
+        start = max(self._of_all(time.perf_counter())) + MEET_S
+        time.sleep(max(0.0, start - time.perf_counter()))
+        return start
+
+    def _seconds_since(self, start: float) -> float:
+        """Until the last rank is here; no rank goes on before, as all share the cores."""
+        return max(self._of_all(time.perf_counter())) - start
 
     def _check(self, lease: Lease) -> None:
         assert lease.boundary == PAGES, f"only {lease.boundary} of {PAGES} pages came back"

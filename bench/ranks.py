@@ -10,7 +10,8 @@ directions. `mla_bytes_tp4_over_tp1`: what a tiny DeepSeek-V3.2, whose latents a
 leaves in storage. `dp2_hit_points`: how many points the hit rate of two replicas is below that of one with as much
 memory as both, by the router of `kvarve serve --dp`, in a replay of a trace.
 
-All ranks share this machine's cores, so four ranks compute no faster than one.
+All ranks share this machine's cores, so four ranks compute no faster than one. A prompt is stored, or back, when the
+last rank has done its part.
 """
 
 import shutil
@@ -146,9 +147,9 @@ def _emptied(folder: Path, ranks: Ranks, alone: bool) -> Iterator[str]:
 def _storage(task: Task, ranks: Ranks) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {"one put": [], "one get": [], "four put": [], "four get": []}
 
-    def run(name: str, count: int, *meet: Any, **among: Any) -> None:
+    def run(name: str, count: int, *of_all: Any, **among: Any) -> None:
         with _emptied(task.folder / name, ranks, count == 1) as url:
-            restore = Restore(url, count, *meet, **among)
+            restore = Restore(url, count, *of_all, **among)
             for number in range(1 + task.size.prompts):
                 seconds = restore.round()
                 if number:  # the first one makes the files
@@ -161,7 +162,7 @@ def _storage(task: Task, ranks: Ranks) -> dict[str, list[Any]]:
         if not ranks.rank:
             run("one", 1)
         ranks.meet()
-        run("four", RANKS, ranks.meet, rank=ranks.rank, agreement=ranks.again())
+        run("four", RANKS, ranks.of_all, rank=ranks.rank, agreement=ranks.again())
         ranks.meet()
     return found
 
