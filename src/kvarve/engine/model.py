@@ -207,7 +207,7 @@ def load_model(
             whole = StateLayout.of(model, page_tokens, chunk_tokens)
             if rounded:
                 groups, weights = head_groups(model, whole.pools), weights_digest(model)
-            divide(model, ranks.rank, ranks.ranks, ranks.add_up)
+            divide(model, ranks.rank, ranks.ranks, ranks.add_up, ranks.computing)
             ranks.assemble()
         model = model.to(device)
         layout = StateLayout.of(model, page_tokens, chunk_tokens)

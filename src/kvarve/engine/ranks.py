@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from kvarve.ranks.star import GroupEnded, Listener, Star, alike, connect
 DEADLINE_S = 30.0  # for a rank that the others wait for
 START_S = 600.0  # for all ranks to start and to read their weights
 END_S = 10.0  # for the other ranks' processes to end by themselves
+WATCH_S = 0.1  # between two looks of a watch
 _DIES_WITH_PARENT = 1  # prctl
 Data = TypeVar("Data")
 
@@ -70,16 +72,17 @@ class Place:
 class Ranks:
     """This process's part in a model that several compute: the model's sums, and the cache's group."""
 
-    def __init__(self, place: Place, star: Star, device: str = "cpu") -> None:
+    def __init__(self, place: Place, star: Star, device: str = "cpu", *, watched: bool | None = None) -> None:
+        """`watched`: see `computing`; where a GPU computes, unless given."""
         self.rank, self.ranks = place.rank, place.ranks
-        self._star = star
+        self._star, self._device = star, torch.device(device)
         self.group = Group(star)
         if place.host is None:  # else the way to the other nodes is the operator's to choose
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             dist.init_process_group(
                 # Digests and what ranks tell each other are on the CPU, whatever computes.
-                "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl",
+                "gloo" if self._device.type == "cpu" else "cpu:gloo,cuda:nccl",
                 init_method=place._model,
                 rank=place.rank,
                 world_size=place.ranks,
@@ -87,6 +90,40 @@ class Ranks:
             )
         except (RuntimeError, ValueError) as e:
             raise GroupEnded(self.group.fail(f"the model's ranks do not meet: {e}")) from e
+        self._waits = False  # for what all ranks compute together
+        self._closing = threading.Event()
+        self._watch: threading.Thread | None = None
+        if self._device.type == "cuda" if watched is None else watched:
+            self._watch = threading.Thread(target=self._look_for_the_gone, name="kvarve watches ranks", daemon=True)
+            self._watch.start()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around what all ranks compute together. On a GPU it has been computed when the block ends.
+
+        A device that waits for a rank that is gone waits for ever, or until nccl aborts the process without a word of
+        which rank that is. A watch ends the process before that, and names it.
+        """
+        if self._watch is None:
+            yield
+            return
+        self._waits = True
+        try:
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        finally:
+            self._waits = False
+
+    def _look_for_the_gone(self) -> None:
+        while not self._closing.is_set():
+            if not self._star.gone(WATCH_S):
+                continue
+            if self._waits:
+                said = self.group.fail("its device waits for a rank that is gone", stuck=True)
+                print(f"kvarve: rank {self.rank} ends: {said}", file=sys.stderr, flush=True)
+                os._exit(2)
+            self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -100,6 +137,9 @@ class Ranks:
             self.close()
 
     def close(self) -> None:
+        self._closing.set()
+        if self._watch is not None:
+            self._watch.join()
         self.group.close()
         with suppress(RuntimeError, AssertionError):
             dist.destroy_process_group()

@@ -6,6 +6,7 @@ divide, is computed whole on every rank: a rank then keeps the same state as all
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
@@ -20,6 +21,7 @@ SHARDING = "heads and columns"  # in the identity of a divided model; to be chan
 BY_GROUPS = f"{SHARDING}, stored by head group"
 
 Sum = Callable[[Tensor], None]  # adds a tensor up over all ranks, in place
+Around = Callable[[], AbstractContextManager[None]]
 Units = tuple[str, ...]  # what lies along a dimension of a weight, one after the other, such as ("k", "k", "v")
 
 
@@ -161,8 +163,9 @@ KINDS = (
 )
 
 
-def divide(model: Any, rank: int, ranks: int, add_up: Sum) -> None:
-    """Leave a model in memory with this rank's part of its weights; `add_up` then runs inside of each forward.
+def divide(model: Any, rank: int, ranks: int, add_up: Sum, computing: Around = nullcontext) -> None:
+    """Leave a model in memory with this rank's part of its weights; `add_up` then runs inside of each forward, and each
+    forward inside of `computing`.
 
     From then on any exception of the model is Broken: the other ranks would compute without this one.
     """
@@ -178,7 +181,8 @@ def divide(model: Any, rank: int, ranks: int, add_up: Sum) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compute(*args, **kwargs)
+            with computing():
+                return compute(*args, **kwargs)
         except Broken:
             raise
         except Exception as e:

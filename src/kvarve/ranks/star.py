@@ -166,6 +166,15 @@ class Star:
                 self._bell[1].recv(1 << 16)
         return ready
 
+    def gone(self, timeout_s: float) -> bool:
+        """Whether another rank has closed its end of a link, though what it has sent may still be read; waits for it.
+        From any thread."""
+        poll = select.poll()
+        for link in [*self.links.values()]:
+            if (number := link.fileno()) >= 0:  # else it was closed here
+                poll.register(number, select.POLLRDHUP)
+        return bool(poll.poll(timeout_s * 1e3))
+
     def ring(self) -> None:
         """End rank 0's wait in `ready`, from any thread."""
         if self._bell:
