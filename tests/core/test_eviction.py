@@ -3,7 +3,11 @@
 import pytest
 
 from kvarve.core.eviction import ORDERS
+from kvarve.core.eviction.cost import PageCost
+from kvarve.core.eviction.order import OrderContext
+from kvarve.core.tree import Run
 from kvarve.errors import ConfigError
+from kvarve.keys import TOKEN_BYTES
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
@@ -164,3 +168,10 @@ def test_an_order_forgets_what_left_the_tree(order: str) -> None:
 def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(ConfigError, match="known: lru"):
         World(config=config(ATTENTION, eviction="mru"))
+
+
+@pytest.mark.parametrize(("pages", "expected"), [(1, 0.0), (4, 50.0), (200, 99.0)])
+def test_a_state_ages_slower_the_more_it_saves_for_its_bytes(pages: int, expected: float) -> None:
+    context = OrderContext(1, 1, PageCost(), lambda: 100, chain_bytes_of_snapshot=0.5)  # it takes as much as two pages
+    run = Run(None, 0, bytes(TOKEN_BYTES * pages), b"", pools=2, page_tokens=1)
+    assert context.last_use(run) == expected

@@ -1,5 +1,7 @@
 """Which windows and states are worth keeping: pure arithmetic on a prompt's marks."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from kvarve.boundaries import members, of
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, STATE, WINDOW, World, config, fork, prompt
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, fork, prompt
 
 PAGE = 64
 
@@ -72,6 +74,53 @@ def test_without_branch_points_a_shared_beginning_is_resumed_from_where_another_
     world.request(prompt(6))
     world.request(fork(4, word=1))
     assert world.request(fork(4, word=2)).boundary == 4
+
+
+# --- on the way, where they take little
+
+
+def on_the_way(extents: int = 64, bounds: tuple[int | None, ...] = (), **more: Any) -> World:
+    """A device of which each extent has a page or a state; a state after four pages takes a quarter of their bytes."""
+    cut = {"device": [extents, [1, 1], [2, 2], *([bounds] if bounds else [])]}
+    settings: dict[str, Any] = {"device": 64, "cut": cut, "step_share": 0.25, "step_tokens": 2 * PAGE_TOKENS}
+    return World(config=config(ATTENTION, STATE, **settings | more))
+
+
+def kept_of(world: World, pages: int) -> list[int]:
+    """Where the states of a prompt are kept."""
+    world.request(prompt(pages), chunks=pages)
+    found = [at for at in range(pages + 1) if world.hit(fork(at, 7))[0] == at]
+    assert world.resident(Tier.DEVICE, pool=1) == len(found) - 1
+    return found
+
+
+def test_a_prompt_keeps_states_on_the_way_where_they_take_little() -> None:
+    assert kept_of(on_the_way(), 11) == [0, 4, 8, 11]
+    assert kept_of(on_the_way(step_share=1.0), 5) == [0, 2, 4, 5], "no closer than that"
+    assert kept_of(on_the_way(step_share=0.3), 9) == [0, 4, 8, 9], "a power of two"
+    assert kept_of(on_the_way(step_share=1.0, grid=3), 9) == [0, 3, 6, 9], "on the grid"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"extents": 12},  # the prompt does not fit
+        {"bounds": (None, 8)},
+        {"cut": {}},
+        {"snapshot_every": 11 * PAGE_TOKENS},
+    ],
+)
+def test_it_keeps_none_on_the_way_where_they_take_what_others_need(where: dict[str, Any]) -> None:
+    world = on_the_way(**where)
+    world.request(prompt(11), chunks=11)
+    assert [at for at in range(1, 9) if world.hit(fork(at, 7))[0]] == []
+
+
+def test_a_prompt_that_has_lost_its_end_is_resumed_on_the_way() -> None:
+    world = on_the_way(extents=20)
+    world.request(prompt(11), chunks=11)
+    world.request(prompt(8, seed=1), chunks=8)
+    assert world.hit(prompt(11)) == (8, 8)
 
 
 # --- at the end of each chunk, while there is room

@@ -68,7 +68,7 @@ class Policies:
     snapshot_branches: bool = True
     """keep windows and states where a prompt branches off a known one"""
     snapshot_every: int = 0
-    """also keep windows and states every N tokens"""
+    """also keep windows and states every N tokens; 0: so far apart that they take little memory"""
     snapshot_chunks: bool = True
     """also keep windows and states at the end of each chunk, on the device alone, while a quarter of it is unused"""
     snapshot_gap: int = 0

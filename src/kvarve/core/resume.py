@@ -252,12 +252,15 @@ class Resuming(State):
             self.slot_pools.pin(op.run, op.filling, tiers=op.edge[1:])
 
     def _note_ends(self, lease: Lease, run: Run) -> None:
-        """A lease resumes at its boundary, and its prompt branches off others and ends: others will resume there."""
+        """A lease resumes at its boundary, and its prompt branches off others and ends: others will resume there, or on
+        the way, where it keeps its windows and states since they take little."""
         ends = 1 << lease.boundary if lease.reads else 0
         if self.config.policies.snapshot_ends:
             ends |= 1 << lease.pages - lease.pages % self.grid | 1 << lease.limit - lease.limit % self.grid
         if self.config.policies.snapshot_branches:
             ends |= 1 << lease.branch - lease.branch % self.grid
+        if step := self._step(lease):
+            ends |= boundaries.of(range(step, lease.pages + 1, step))
         lease.ends = ends & ~1
         self.paths.mark_ends(run, lease.known, lease.ends)
 
@@ -269,8 +272,12 @@ class Resuming(State):
             backs = [self.lookbacks[pool] for pool in short]
             kept = boundaries.resume_at([lease.seen[pool] for pool in short], backs, limit, self.grid) & ~1
         return config.policies.snapshots.boundaries(
-            lease.pages, limit, lease.branch, kept, config.page_tokens, self.grid
+            lease.pages, limit, lease.branch, kept, config.page_tokens, self.grid, self._step(lease)
         )
+
+    def _step(self, lease: Lease) -> int:
+        """The pages after which a prompt keeps windows and states because they take little (see `SlotPools.step`)."""
+        return 0 if self.config.policies.snapshot_every else self.slot_pools.step(lease.pages)
 
 
 def outcomes_of(op: Op, event: Verified | Ended) -> list[CopyOutcome]:

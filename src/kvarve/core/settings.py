@@ -1,6 +1,7 @@
 """The core's settings and counters."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from kvarve.core.extents import Cut
 from kvarve.core.policies import Policies
@@ -34,6 +35,10 @@ class CoreConfig:
     backup_bytes: int = 16 << 20  # to the host, since ranks have to agree on each copy
     store_bytes: int = 64 << 20  # to storage, since each store waits for the medium
     backup_pages: int = 256  # pages that backups may have in flight at once
+    # Windows and states on the way through a prompt take this part of the bytes of its chain at most, and are no closer
+    # than this, as prefill computes what lies between two of them at once.
+    step_share: float = 1 / 24
+    step_tokens: int = 1024
     offload_horizon_bytes: int = 0  # stored between two checks of that; 0: `HORIZON_HOSTS` times the host
 
     def __post_init__(self) -> None:
@@ -49,6 +54,13 @@ class CoreConfig:
     def memory(self) -> tuple[Tier, ...]:
         """The memory tiers whose slots are the core's, near to far."""
         return tuple(tier for tier in MEMORY_TIERS if tier in self.slots or tier is Tier.HOST)
+
+    def step(self, snapshot_pages: float) -> int:
+        """The pages from one window or state on the way to the next, on the prefill grid, where a snapshot takes the
+        bytes of so many pages. A power of two, so that chunks of any power of two end there."""
+        least = max(snapshot_pages / self.step_share, self.step_tokens / self.page_tokens)
+        grid = self.chunk_tokens // self.page_tokens
+        return -(-(1 << (ceil(least) - 1).bit_length()) // grid) * grid
 
 
 @dataclass

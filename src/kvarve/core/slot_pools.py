@@ -81,6 +81,7 @@ class SlotPools:
         for place, context in enumerate(contexts):
             if context.lookback is not None:
                 self.orders[len(contexts) + place] = order_for(config.policies.eviction, context)
+        self._step = config.step(snapshot / chains) if snapshot and chains else 0
         self.counts_uses = any(order.counts_uses for order in self.orders.values())
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
         # By memory tier, where the traffic chooses the order. Shadows are of chains alone: which windows and states are
@@ -131,6 +132,15 @@ class SlotPools:
         short = [pool for pool, spec in enumerate(self.pools) if spec.lookback is not None]
         roomy = all(self.unused(pool) * ROOM >= self.capacity[pool] for pool in short)
         return bool(short) and roomy and (self.salt_shares is None or self.salt_shares.has_room(root, short, ROOM))
+
+    def step(self, pages: int) -> int:
+        """After how many pages windows and states are kept on the way through a prompt of so many, because they take
+        little; 0: nowhere. That is where their number is bounded, where pools do not share the device, and where the
+        prompt does not fit, as they would take what it is short of."""
+        extents = self.extents[0] if self.memory[0] is Tier.DEVICE else None
+        if extents is None or any(extents.cut.bounds) or not self._step:
+            return 0
+        return self._step if pages <= min(self.capacity[pool] for pool in self.chains) else 0
 
     def is_chain(self, place: int) -> bool:
         return self._lookbacks[place] is None

@@ -9,7 +9,8 @@ from kvarve.errors import ConfigError
 @dataclass(frozen=True)
 class Snapshots:
     """Keep them where a prompt ends (`ends`), where it branches off a known prompt (`branches`), and at every multiple
-    of `every` tokens (0: not). None is admitted that would save fewer than `gap` tokens over the one before it."""
+    of `every` tokens (0: where they take little). None is admitted that would save fewer than `gap` tokens over the one
+    before it."""
 
     ends: bool = True
     branches: bool = True
@@ -22,11 +23,14 @@ class Snapshots:
         if self.gap < 0:
             raise ConfigError(f"a snapshot gap of {self.gap} tokens: give 0 or more")
 
-    def boundaries(self, pages: int, limit: int, branch: int, kept: int, page_tokens: int, grid: int) -> int:
+    def boundaries(
+        self, pages: int, limit: int, branch: int, kept: int, page_tokens: int, grid: int, step: int = 0
+    ) -> int:
         """The set of boundaries to keep, on the prefill grid.
 
         For a prompt of `pages` full pages that can be resumed at most at `limit` when it comes again, that branches off
         known prompts after `branch` pages (0: nowhere), and whose boundaries `kept` have their windows and states.
+        `step`: pages after which they take little (0: nowhere).
         """
         marks: list[int] = []
         if self.ends:
@@ -34,7 +38,8 @@ class Snapshots:
         if self.branches:
             marks.append(branch)
         if self.every:
-            step = max(1, self.every // page_tokens)
+            marks += range(apart := max(1, self.every // page_tokens), pages + 1, apart)
+        if step:
             marks += range(step, pages + 1, step)
         wanted = 0
         for mark in marks:

@@ -14,8 +14,6 @@ from typing import Any
 from kvarve.core.eviction.cost import PageCost
 from kvarve.core.tree import Run
 
-SLOWEST = 4.0  # times slower than a chain's page a window or state ages, at most
-
 
 @dataclass(frozen=True)
 class OrderContext:
@@ -32,9 +30,8 @@ class OrderContext:
     def last_use(self, run: Run) -> float:
         """When a run was used last, in ticks, for a comparison with other pools of the tier. Windows and states save
         about the pages of the run that they end, and age slower the fewer bytes they take than those pages."""
-        slower = min(SLOWEST, self.chain_bytes_of_snapshot * run.pages)
         now = self.tick()
-        return now - (now - run.used) / max(1.0, slower)
+        return now - (now - run.used) / max(1.0, self.chain_bytes_of_snapshot * run.pages)
 
 
 class Order(ABC):

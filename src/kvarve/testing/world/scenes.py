@@ -132,6 +132,8 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         "offload_pays_at": dice.choice([0.0, 0.0, 0.1, 0.5, 2.0]),
         "offload_horizon_bytes": dice.choice([0, 64, 400, 2000]),  # a page has 64
         **dice.choice(COPY_BYTES),
+        "step_share": dice.choice([1 / 24, 1.0]),
+        "step_tokens": dice.choice([1, 2, 3]) * PAGE_TOKENS,
     }
 
 
