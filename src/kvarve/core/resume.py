@@ -134,13 +134,13 @@ class Resuming(State):
         while not self.paths.leaves_room(lease, run, boundary):
             boundary = deepest(self.paths.legal(device, lease) & ones(boundary))
         lease.boundary = boundary
+        self._note_ends(lease, run)  # first: the tree may lose pages that the lease held so far
         # Pages beyond the boundary that are resident are not kept a second time, so they must not be evicted.
         positions, prefix_pins = self.paths.pins_for(lease.boundary, device)
         self.paths.hold(lease, run, positions, prefix_pins | self.paths.ahead(device), ON_DEVICE)
         lease.seen = lease.found = device
         lease.done = lease.grown = lease.boundary
         lease.snapshots = self._snapshots(lease)
-        self._note_ends(lease, run)
         lease.move(Cause.READY)
         if lease.reads:
             if any(lease.fetched):
