@@ -55,6 +55,7 @@ class PrefixCache:
         storage: Storage | None = None,
         rank: int = 0,
         agreement: Agreement | None = None,
+        prefill_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         agreement = agreement or Alone()
@@ -64,7 +65,14 @@ class PrefixCache:
         self._agreement, ends = agreement, self.worker.transfers.ends
         ends.taken, ends.rings = agreement.happened, agreement.wake
         attached = self.worker.attached is not None
-        self.scheduler = CacheScheduler(identity, config, self.worker.slots, storage=attached, agreement=agreement)
+        self.scheduler = CacheScheduler(
+            identity,
+            config,
+            self.worker.slots,
+            storage=attached,
+            agreement=agreement,
+            prefill_tokens=prefill_tokens,
+        )
         self._listener: Listener | None = None
         self._missed = True  # the listener does not know what was told before
         # Calls that leave no orders behind, as they are.

@@ -70,9 +70,11 @@ class CacheScheduler:
         *,
         storage: bool = False,
         agreement: Agreement | None = None,
+        prefill_tokens: int = 0,
     ) -> None:
         """`slots`: of each memory tier and pool, as the worker has them (`CacheWorker.slots`); without the device, the
-        nearest tier is an engine's. `storage`: whether the worker begins with one."""
+        nearest tier is an engine's. `storage`: whether the worker begins with one. `prefill_tokens`: what the engine
+        computes at once, where that is more than the identity's chunk."""
         self.identity, self.config = identity, config
         self.pools = identity.pools
         self.now = 0.0  # the ranks agree on the time in each step
@@ -80,7 +82,9 @@ class CacheScheduler:
         self._early: list[Lease] = []  # opened before the first step, which sets their deadlines
         self._namespace = identity.fingerprint()
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
-        self.core = core_for(CoreConfig(*shape, storage=storage, policies=config.policies))
+        self.core = core_for(
+            CoreConfig(*shape, storage=storage, policies=config.policies, prefill_tokens=prefill_tokens)
+        )
         self._attached = storage
         self._changes = Changes()
         self._orders: list[Order] = []  # not taken yet; those of the core come after them

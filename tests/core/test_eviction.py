@@ -175,3 +175,13 @@ def test_a_state_ages_slower_the_more_it_saves_for_its_bytes(pages: int, expecte
     context = OrderContext(1, 1, PageCost(), lambda: 100, chain_bytes_of_snapshot=0.5)  # it takes as much as two pages
     run = Run(None, 0, bytes(TOKEN_BYTES * pages), b"", pools=2, page_tokens=1)
     assert context.last_use(run) == expected
+
+
+def test_states_age_slower_only_where_what_leaves_is_lost() -> None:
+    def saved_by(**tiers: int) -> list[float]:
+        """The bytes of a page as part of those of a state, by tier."""
+        pools = World(config=config(ATTENTION, STATE, **tiers)).core.slot_pools
+        return [pools.orders[pools.place(tier, 1)].context.chain_bytes_of_snapshot for tier in pools.memory]
+
+    assert saved_by(device=8) == [1.0, 0.0]
+    assert saved_by(device=8, host=8) == [0.0, 1.0], "what leaves the device comes back from the host, byte by byte"

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarve.boundaries import members, of
+from kvarve.core.outside import core_for
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
@@ -97,8 +98,11 @@ def kept_of(world: World, pages: int) -> list[int]:
 def test_a_prompt_keeps_states_on_the_way_where_they_take_little() -> None:
     assert kept_of(on_the_way(), 11) == [0, 4, 8, 11]
     assert kept_of(on_the_way(step_share=1.0), 5) == [0, 2, 4, 5], "no closer than that"
-    assert kept_of(on_the_way(step_share=0.3), 9) == [0, 4, 8, 9], "a power of two"
+    assert kept_of(on_the_way(step_share=0.2), 9) == [0, 8, 9], "a power of two"
     assert kept_of(on_the_way(step_share=1.0, grid=3), 9) == [0, 3, 6, 9], "on the grid"
+    assert kept_of(on_the_way(step_share=1.0, prefill_tokens=3 * PAGE_TOKENS), 9) == [0, 3, 6, 9], (
+        "and no forward is cut"
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,11 @@ def test_it_keeps_none_on_the_way_where_they_take_what_others_need(where: dict[s
     world = on_the_way(**where)
     world.request(prompt(11), chunks=11)
     assert [at for at in range(1, 9) if world.hit(fork(at, 7))[0]] == []
+
+
+def test_a_device_of_an_engine_keeps_what_the_engine_wants() -> None:
+    cut = {"host": [64, [1, 1], [2, 2]]}
+    assert not core_for(config(ATTENTION, STATE, device=None, host=64, cut=cut, step_share=1.0)).slot_pools.step(64)
 
 
 def test_a_prompt_that_has_lost_its_end_is_resumed_on_the_way() -> None:

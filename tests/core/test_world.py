@@ -37,7 +37,7 @@ CHUNKS, SHORT, CHUNK_STEPS = 20, 5, 6000  # SHORT of the CHUNKS in every run of 
 def chunk(number: int) -> tuple[int, Counter[str]]:
     """Lives of consecutive seeds until CHUNK_STEPS steps have been made: their steps, and what happened in them."""
     steps, seen = 0, Counter[str]()
-    for seed in count(1000 * number):
+    for seed in count(1000 * number + 100):
         if steps >= CHUNK_STEPS:
             return steps, seen
         print(f"python -m kvarve.testing.world --seeds {seed}:{seed + 1}")

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,34 +30,47 @@ def test_answers_of_several_ranks_are_those_without_a_cache_from_every_tier(tmp_
         assert any(told["replicated"].values()) == REPLICATED[family], told["replicated"]
 
 
-@pytest.mark.parametrize(
-    ("gone", "end", "expected"),
-    [
-        (1, "waits", "rank 0 ends: rank 1: it is dead"),
-        (0, "waits", "rank 1 ends: rank 0: it is dead"),
-        (1, "fails", "rank 0 ends: rank 1: RuntimeError: no memory is left on its device"),
-    ],
-)
-def test_a_rank_whose_device_waits_for_one_that_is_gone_ends_and_names_it(gone: int, end: str, expected: str) -> None:
-    words = [str(Path(__file__).with_name("one_waiting.py")), gpu_nodes.address(), end]
-    nodes = [
+@contextmanager
+def waiting(nodes: int, end: str) -> Iterator[list["subprocess.Popen[str]"]]:
+    """So many ranks, each a node, that compute (`one_waiting.py`)."""
+    words, address = [sys.executable, str(Path(__file__).with_name("one_waiting.py"))], gpu_nodes.address()
+    started = [
         subprocess.Popen(
-            [sys.executable, words[0], str(node), *words[1:]],
+            [*words, str(node), str(nodes), address, end],
             env=gpu_nodes.environment(node),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for node in range(2)
+        for node in range(nodes)
     ]
     try:
-        for node in nodes:
+        for node in started:
             assert node.stdout is not None and node.stdout.readline() == "ready\n"
-        if end == "waits":
-            nodes[gone].kill()
-        _, said = nodes[1 - gone].communicate(timeout=120)
-        assert expected in said and nodes[1 - gone].returncode == 2
+        yield started
     finally:
-        for node in nodes:
+        for node in started:
             node.kill()
             node.communicate()
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_whose_device_waits_for_one_that_is_gone_ends_and_names_it(gone: int) -> None:
+    with waiting(2, "waits") as nodes:
+        nodes[gone].kill()
+        _, said = nodes[1 - gone].communicate(timeout=120)
+        assert f"rank {1 - gone} ends: rank {gone}: it is dead" in said and nodes[1 - gone].returncode == 2
+
+
+def test_ranks_whose_devices_wait_for_one_that_has_failed_say_why_it_has() -> None:
+    with waiting(3, "fails") as nodes:
+        for rank, node in enumerate(nodes[:2]):
+            _, said = node.communicate(timeout=120)
+            assert f"rank {rank} ends: rank 2: RuntimeError: no memory is left on its device" in said
+            assert node.returncode == 2
+
+
+def test_no_rank_ends_while_another_one_computes() -> None:
+    with waiting(2, "lags") as nodes:
+        ended = [(node.communicate(timeout=120)[1], node.returncode) for node in nodes]
+    assert [code for _, code in ended] == [0, 0], ended

@@ -95,8 +95,10 @@ def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -
     without_chunks = Policies(snapshot_chunks=False)
     attention = replay(trace(tmp_path, *lines), SimulationConfig(**room))
     assert attention.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
-    hybrid = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096, policies=without_chunks))
+    hybrid = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=1 << 17, policies=without_chunks))
     assert hybrid.hit_tokens["device"] == (0 + 2 + 4) * BLOCK, "the branch is known after the first that took it"
+    small = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096, policies=without_chunks))
+    assert small.hit_tokens["device"] == (2 + 2 + 4) * BLOCK, "states that take little are kept on the way"
     roomy = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096))
     assert roomy.hit_tokens["device"] == (2 + 2 + 4) * BLOCK, "there is room for the states of all chunks"
     every = Policies(snapshot_every=BLOCK, snapshot_chunks=False)

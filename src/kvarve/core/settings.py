@@ -39,6 +39,7 @@ class CoreConfig:
     # than this, as prefill computes what lies between two of them at once.
     step_share: float = 1 / 24
     step_tokens: int = 1024
+    prefill_tokens: int = 0  # what the engine computes at once, where that is more than a chunk
     offload_horizon_bytes: int = 0  # stored between two checks of that; 0: `HORIZON_HOSTS` times the host
 
     def __post_init__(self) -> None:
@@ -56,10 +57,10 @@ class CoreConfig:
         return tuple(tier for tier in MEMORY_TIERS if tier in self.slots or tier is Tier.HOST)
 
     def step(self, snapshot_pages: float) -> int:
-        """The pages from one window or state on the way to the next, on the prefill grid, where a snapshot takes the
-        bytes of so many pages. A power of two, so that chunks of any power of two end there."""
+        """The pages from one window or state on the way to the next, at the ends of what the engine computes at once,
+        where a snapshot takes the bytes of so many pages. Else a power of two."""
         least = max(snapshot_pages / self.step_share, self.step_tokens / self.page_tokens)
-        grid = self.chunk_tokens // self.page_tokens
+        grid = max(self.chunk_tokens, self.prefill_tokens) // self.page_tokens
         return -(-(1 << (ceil(least) - 1).bit_length()) // grid) * grid
 
 

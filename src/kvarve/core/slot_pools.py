@@ -72,8 +72,12 @@ class SlotPools:
         cost = config.policies.cost(config.page_tokens)
         chains = sum(pool.payload_bytes for pool in self.pools if pool.lookback is None)
         snapshot = sum(pool.lookback * pool.payload_bytes for pool in self.pools if pool.lookback is not None)
+        # What leaves the last tier has to be computed again; of what leaves another, bytes are brought back.
+        last = max((place // pools for place, count in enumerate(self.capacity) if count), default=0)
         contexts = [
-            OrderContext(place, back, cost, lambda: self.tick, 0.0 if back is None else chains / snapshot)
+            OrderContext(
+                place, back, cost, lambda: self.tick, chains / snapshot if back and place // pools == last else 0.0
+            )
             for place, back in enumerate(self._lookbacks)
         ]
         # By place; behind all places, those of spare pages, which a chain has none of.

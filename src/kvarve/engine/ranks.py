@@ -90,7 +90,8 @@ class Ranks:
             )
         except (RuntimeError, ValueError) as e:
             raise GroupEnded(self.group.fail(f"the model's ranks do not meet: {e}")) from e
-        self._waits = False  # for what all ranks compute together
+        self._waits = False  # for what all ranks compute together; changed with `_lock` held
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
         if self._device.type == "cuda" if watched is None else watched:
@@ -111,18 +112,24 @@ class Ranks:
         try:
             yield
             if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
+                torch.cuda.current_stream(self._device).synchronize()
         finally:
+            self._waits_no_more()
+
+    def _waits_no_more(self) -> None:
+        """From here on the calling thread finds by itself which rank is gone, if the watch does not end the process."""
+        with self._lock:
             self._waits = False
 
     def _look_for_the_gone(self) -> None:
         while not self._closing.is_set():
-            if not self._star.gone(WATCH_S):
+            if not (gone := self._star.gone(WATCH_S)):
                 continue
-            if self._waits:
-                said = self.group.fail("its device waits for a rank that is gone", stuck=True)
-                print(f"kvarve: rank {self.rank} ends: {said}", file=sys.stderr, flush=True)
-                os._exit(2)
+            with self._lock:
+                if self._waits:
+                    said = self.group.fail("its device waits for a rank that is gone", stuck=True, gone=gone)
+                    print(f"kvarve: rank {self.rank} ends: {said}", file=sys.stderr, flush=True)
+                    os._exit(2)
             self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
 
     @contextmanager
@@ -130,6 +137,9 @@ class Ranks:
         """The group ends with the block; any trouble inside is told to the other ranks."""
         try:
             yield
+            if self._watch is not None:  # none ends while another one still computes
+                with suppress(GroupEnded):
+                    self.group.assemble(self._star.deadline_s)
         except BaseException as e:
             self.group.fail(f"{type(e).__name__}: {e}")
             raise
@@ -185,6 +195,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as e:
+            self._waits_no_more()
             raise GroupEnded(self.group.fail(f"what all ranks do together failed: {e}", stuck=True)) from e
 
     def identity(self, mine: ModelIdentity, weights: str = "") -> ModelIdentity:

@@ -13,7 +13,7 @@ import logging
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
@@ -170,15 +170,18 @@ class Group:
             self._happened += self._votes.merge(self._news)
             self._news = [[] for _ in range(self.ranks)]
 
-    def fail(self, why: str, stuck: bool = False) -> str:
+    def fail(self, why: str, stuck: bool = False, gone: Collection[int] = ()) -> str:
         """This rank cannot go on: tell the others; the text says which rank is at fault. The group has ended then.
 
-        `stuck`: it has waited for the others in vain, so that one that is dead or says nothing is at fault.
+        `stuck`: it has waited for the others in vain, so that one that is dead or says nothing is at fault. `gone`: one
+        of these is, as they have closed their links.
         """
         if self._ended:
             return self._ended
         if self.rank:
             verdict = f"rank {self.rank}: {why}"
+            if not stuck:  # it knows which rank is at fault; rank 0 may wait for it where only its end is noticed
+                self._wait(GRACE * self._star.deadline_s)
             try:
                 with suppress(Dead), self._star.sending:
                     self._star.links[0].send(bytes([STUCK if stuck else FAILED]) + why.encode())
@@ -186,12 +189,12 @@ class Group:
                     pass
                 verdict = frame[1:].decode(errors="replace")
             except Late:
-                verdict = f"rank 0: {LATE}"
+                verdict = f"rank 0: {LATE}" if stuck else verdict
             except Dead:
-                verdict = f"rank 0: {DEAD}"
+                verdict = f"rank 0: {DEAD}" if stuck else verdict
             self._ended = verdict
             return verdict
-        return self._end({0: why}, set(self._star.links) if stuck else set())
+        return self._end({0: why}, set(gone or self._star.links) if stuck else set())
 
     def assemble(self, start_s: float) -> None:
         """Wait until all ranks are here, as after a step that takes each its own time. GroupEnded after `start_s`."""
@@ -371,7 +374,8 @@ class Group:
                 try:
                     frame = self._star.links[rank].receive()
                 except (Dead, Late):
-                    dead[rank] = DEAD
+                    if rank in silent:  # else it has said why, and ended
+                        dead[rank] = DEAD
                     self._star.leave(rank)
                     silent.discard(rank)
                     continue

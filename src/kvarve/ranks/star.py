@@ -166,14 +166,14 @@ class Star:
                 self._bell[1].recv(1 << 16)
         return ready
 
-    def gone(self, timeout_s: float) -> bool:
-        """Whether another rank has closed its end of a link, though what it has sent may still be read; waits for it.
-        From any thread."""
+    def gone(self, timeout_s: float) -> set[int]:
+        """The ranks that have closed their end of a link, though what they have sent may still be read; waits for the
+        first. From any thread."""
         poll = select.poll()
         for link in [*self.links.values()]:
             if (number := link.fileno()) >= 0:  # else it was closed here
                 poll.register(number, select.POLLRDHUP)
-        return bool(poll.poll(timeout_s * 1e3))
+        return {self._rank_of[number] for number, _ in poll.poll(timeout_s * 1e3)}
 
     def ring(self) -> None:
         """End rank 0's wait in `ready`, from any thread."""

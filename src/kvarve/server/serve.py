@@ -235,7 +235,8 @@ def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
 
 def _engine(settings: Settings, model: LoadedModel, ranks: Ranks | None) -> Engine:
     among: dict[str, Any] = {} if ranks is None else {"rank": ranks.rank, "agreement": ranks.group}
-    cache = PrefixCache(model.identity, settings.cache, device=settings.device, **among)
+    chunk = model.layout.chunk_tokens
+    cache = PrefixCache(model.identity, settings.cache, device=settings.device, prefill_tokens=chunk, **among)
     return Engine(
         model,
         cache,

@@ -145,5 +145,11 @@ class SimulationConfig:
                 what = tier.name.lower()
                 slots[tier] = divide(memory, *shape, self.policies, records=tier is Tier.HOST, what=what)
         return CoreConfig(
-            shape[0], slots, self.page_tokens, self.grid, storage=bool(self.storage_memory), policies=self.policies
+            shape[0],
+            slots,
+            self.page_tokens,
+            self.grid,
+            storage=bool(self.storage_memory),
+            policies=self.policies,
+            prefill_tokens=self.chunk_tokens,
         )

@@ -19,7 +19,7 @@ from kvarve.core.tree import Run
 class OrderContext:
     """What an order may know of its slot pool: its index, its pool's lookback, the cost of computing a page, the
     current tick (the count of uses so far), and the bytes of a page of all chains as part of those of all windows and
-    states that a request resumes from (0 if this is a chain, or there are none)."""
+    states that a request resumes from (0 if this is a chain, there are none, or another tier has what leaves)."""
 
     number: int
     lookback: int | None

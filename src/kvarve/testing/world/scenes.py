@@ -132,9 +132,12 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         "offload_pays_at": dice.choice([0.0, 0.0, 0.1, 0.5, 2.0]),
         "offload_horizon_bytes": dice.choice([0, 64, 400, 2000]),  # a page has 64
         **dice.choice(COPY_BYTES),
-        "step_share": dice.choice([1 / 24, 1.0]),
-        "step_tokens": dice.choice([1, 2, 3]) * PAGE_TOKENS,
+        **_steps(random.Random(dice.getstate()[1][0])),  # dice of its own: a seed's life is the one that it was
     }
+
+
+def _steps(dice: random.Random) -> dict[str, Any]:
+    return {"step_share": dice.choice([1 / 24, 1.0]), "step_tokens": dice.choice([1, 2, 3]) * PAGE_TOKENS}
 
 
 def _cut(dice: random.Random, names: Sequence[str]) -> list[Any]:
