@@ -167,7 +167,9 @@ class Growing(Resuming):
             self.paths.hold(lease, tail, 0, self.paths.ends(kept) | self.paths.ahead(lease.seen), ON_DEVICE)
             self.slot_pools.touch(tail, self.paths.near(kept))
         for run, _ in upward(tail, span(lease.boundary, end)):
-            run.uses = max(run.uses, 1)
+            if not run.uses:
+                run.uses = 1
+                self.backups.mark_dirty(run)  # the policy may want from the first use on what others have brought
             run.priority = max(run.priority, lease.priority)
 
     def mark(self, lease: Lease, boundary: int) -> bool:
