@@ -40,7 +40,9 @@ class FarScheduler:
 
     made: list["FarScheduler"] = []  # noqa: RUF012  by the caches of a test
 
-    def __init__(self, identity: Any, config: Any, slots: Any, *, storage: bool, agreement: Any) -> None:
+    def __init__(
+        self, identity: Any, config: Any, slots: Any, *, storage: bool, agreement: Any, prefill_tokens: int
+    ) -> None:
         assert agreement.ranks == 1
         program = [sys.executable, str(Path(__file__).parent / "scheduler_process.py")]
         self.process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -50,7 +52,7 @@ class FarScheduler:
         self._leases: dict[int, FarLease] = {}
         self.calls = 0
         FarScheduler.made.append(self)
-        self._ask("made", identity, config, slots, storage)
+        self._ask("made", identity, config, slots, storage, prefill_tokens)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -29,8 +29,8 @@ def about(wire: Wire) -> dict[str, Any]:
 
 def serve(wire: Wire) -> None:
     """Answer until the other process has ended."""
-    _, (identity, config, slots, storage) = wire.receive()
-    scheduler = CacheScheduler(identity, config, slots, storage=storage)
+    _, (identity, config, slots, storage, prefill_tokens) = wire.receive()
+    scheduler = CacheScheduler(identity, config, slots, storage=storage, prefill_tokens=prefill_tokens)
     wire.send(Answer(None, ()))
     leases: dict[int, Lease] = {}
     told: dict[int, Standing] = {}

@@ -137,7 +137,11 @@ def _draw(dice: random.Random) -> dict[str, Any]:
 
 
 def _steps(dice: random.Random) -> dict[str, Any]:
-    return {"step_share": dice.choice([1 / 24, 1.0]), "step_tokens": dice.choice([1, 2, 3]) * PAGE_TOKENS}
+    return {
+        "step_share": dice.choice([1 / 24, 1.0]),
+        "step_tokens": dice.choice([1, 2, 3]) * PAGE_TOKENS,
+        "prefill_tokens": dice.choice([0, 0, 3, 4]) * PAGE_TOKENS,
+    }
 
 
 def _cut(dice: random.Random, names: Sequence[str]) -> list[Any]:
