@@ -94,7 +94,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
-        if self._device.type == "cuda" if watched is None else watched:
+        if watched or (watched is None and self._device.type == "cuda"):
             self._watch = threading.Thread(target=self._look_for_the_gone, name="kvarve watches ranks", daemon=True)
             self._watch.start()
 
