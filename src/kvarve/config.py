@@ -70,9 +70,9 @@ def divide(
     granule: int = 1,
 ) -> Cut | tuple[int, ...]:
     """The slots of each pool in a tier of `memory` bytes: cut into extents that the pools share, or divided once where
-    the tier cannot be cut. `granule`: the driver moves memory from pool to pool by so many bytes, or none (0); pools
-    share by large ones only if prompts can be about as long as in divided memory. ConfigError if not even two chunks of
-    a prompt would fit."""
+    the tier cannot be cut. `granule`: the bytes that the driver moves from pool to pool at once; 0: it moves
+    none. Pools share by large granules only if prompts can be about as long as in divided memory. ConfigError if not
+    even two chunks of a prompt would fit."""
     shape, states = (pools, page_tokens, chunk_tokens), policies.states
     apart = spacing(*shape, policies.snapshot_every)
     once = split(memory, *shape, records=records, what=what, per_snapshot=apart, states=states)

@@ -57,8 +57,8 @@ class CoreConfig:
         return tuple(tier for tier in MEMORY_TIERS if tier in self.slots or tier is Tier.HOST)
 
     def step(self, snapshot_pages: float) -> int:
-        """The pages from one window or state on the way to the next, where a snapshot takes the bytes of so many pages:
-        a power of two, or a multiple of what the engine computes at once if that is none."""
+        """How many pages lie between two snapshots on the way through a prompt, by the pages whose bytes a snapshot
+        takes. A power of two, rounded up to whole forwards of the engine."""
         least = max(snapshot_pages / self.step_share, self.step_tokens / self.page_tokens)
         grid = max(self.chunk_tokens, self.prefill_tokens) // self.page_tokens
         return -(-(1 << (ceil(least) - 1).bit_length()) // grid) * grid

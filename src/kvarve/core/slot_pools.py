@@ -138,9 +138,9 @@ class SlotPools:
         return bool(short) and roomy and (self.salt_shares is None or self.salt_shares.has_room(root, short, ROOM))
 
     def step(self, pages: int) -> int:
-        """After how many pages windows and states are kept on the way through a prompt of so many, because they take
-        little; 0: nowhere. That is where their number is bounded, where pools do not share the device, and where the
-        prompt does not fit, as they would take what it is short of."""
+        """How many pages lie between two snapshots on the way through a prompt of `pages`. 0: the prompt keeps none,
+        because an operator bounds their number, the pools do not share the device, or the prompt does not fit and
+        would lose slots to them."""
         extents = self.extents[0] if self.memory[0] is Tier.DEVICE else None
         if extents is None or any(extents.cut.bounds) or not self._step:
             return 0

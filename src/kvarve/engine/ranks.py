@@ -138,7 +138,7 @@ class Ranks:
         try:
             yield
             if self._watch is not None:  # none ends while another one still computes
-                with suppress(GroupEnded):
+                with suppress(GroupEnded):  # of a rank that fails at its end; this one has done its part
                     self.group.assemble(self._star.deadline_s)
         except BaseException as e:
             self.group.fail(f"{type(e).__name__}: {e}")
