@@ -62,6 +62,7 @@ CONVERSATIONS = 16
 # Traffic that changes: tokens of a prompt and how many there are, of long documents and of short talks; memory in which
 # either has room alone, and for what it is divided once.
 CHANGING, CHANGING_BYTES, SPLITS = ((2048, 9), (300, 60)), 24 * MIB, (128, 256, 512, 1024, 2048)
+IN_A_ROW = 10  # prompts of changing traffic
 REST = 240  # tokens behind a prompt that is in the host: less than a chunk
 
 
@@ -407,19 +408,26 @@ def changing(size: Size) -> Iterator[list[int]]:
 
 def elastic(model: LoadedModel, size: Size) -> dict[int, float]:
     """Prompt tokens per second of traffic that changes, by the tokens between states for which memory is divided once;
-    0: pools share it. The best of several rounds, in turns."""
-    best = dict.fromkeys((0, *SPLITS), 0.0)
-    for number in watched(range(size.rounds * len(best)), "changing traffic", size.rounds * len(best)):
-        split = [*best][number % len(best)]
-        with divided(split):
-            cache = PrefixCache(model.identity, CacheConfig(CHANGING_BYTES))
-        engine, done, began = Engine(model, cache).start(), 0, time.perf_counter()
-        for prompt in changing(size):
-            Timed(prompt, 1).start(engine).wait()
-            done += len(prompt)
-        best[split] = max(best[split], done / (time.perf_counter() - began))
-        engine.shutdown()
-    return best
+    0: pools share it. The engines take turns after `IN_A_ROW` prompts, each such time is the best of several rounds."""
+    splits, prompts = [0, *SPLITS], [*changing(size)]
+    parts = [prompts[at : at + IN_A_ROW] for at in range(0, len(prompts), IN_A_ROW)]
+    best = {split: [float("inf")] * len(parts) for split in splits}
+    for _ in watched(range(size.rounds), "changing traffic", size.rounds):
+        engines = {}
+        for split in splits:
+            with divided(split):
+                cache = PrefixCache(model.identity, CacheConfig(CHANGING_BYTES))
+            engines[split] = Engine(model, cache).start()
+        for number, part in enumerate(parts):
+            first = number % len(splits)
+            for split in splits[first:] + splits[:first]:
+                began = time.perf_counter()
+                for prompt in part:
+                    Timed(prompt, 1).start(engines[split]).wait()
+                best[split][number] = min(best[split][number], time.perf_counter() - began)
+        for engine in engines.values():
+            engine.shutdown()
+    return {split: sum(map(len, prompts)) / sum(best[split]) for split in splits}
 
 
 def short(size: Size) -> Size:
