@@ -325,6 +325,16 @@ def test_of_ranks_that_wait_for_each_other_the_silent_one_is_at_fault(impatient:
     assert all("rank 1: it is late" in each and "the sum" not in each for each in found), found
 
 
+def test_what_a_rank_has_said_before_a_sum_is_no_sign_of_life_in_it(impatient: Ranks) -> None:
+    """Rank 1 tells in turn 3, in which nothing is in flight, that its storage is down, and stops."""
+    impatient.turn()
+    impatient.turn()
+    for rank in (0, 2, 1):  # rank 0 has looked before it came
+        impatient.groups[rank].agree([], 0.0, up=rank != 1, waiting=False)
+    found = {str(each) for each in impatient.each(lambda _, group: _failed(group, "the sum", stuck=True), but=1)}
+    assert all("rank 1: it is late" in each and "the sum" not in each for each in found), found
+
+
 def _failed(group: Group, why: str, stuck: bool = False) -> AgreedStep:
     raise GroupEnded(group.fail(why, stuck))
 

@@ -180,8 +180,9 @@ class Group:
             return self._ended
         if self.rank:
             verdict = f"rank {self.rank}: {why}"
-            if not stuck:  # it knows which rank is at fault; rank 0 may wait for it where only its end is noticed
-                self._wait(GRACE * self._star.deadline_s)
+            # Rank 0 waits alike and says so within its own grace, or it is stuck itself. A rank that knows which is at
+            # fault need not hear it; rank 0 may wait for it where only its end is noticed.
+            self._wait(self._star.deadline_s * (1.0 if stuck else GRACE))
             try:
                 with suppress(Dead), self._star.sending:
                     self._star.links[0].send(bytes([STUCK if stuck else FAILED]) + why.encode())
@@ -368,7 +369,7 @@ class Group:
         dead: dict[int, str] = {}
         for rank, frame in self._came:
             failed = {rank: frame[1:].decode(errors="replace")} if frame[:1] == bytes([FAILED]) else failed
-            silent.discard(rank)
+            silent -= {rank} if self._lives(rank, frame) else set()
         while silent and not dead and (ready := self._star.ready(max(0.0, end - self._star.clock()))):
             for rank in filter(None, ready):
                 try:
@@ -379,11 +380,9 @@ class Group:
                     self._star.leave(rank)
                     silent.discard(rank)
                     continue
-                if frame[:1] == bytes([NEWS]):
-                    continue  # a copy goes on where its rank may be stuck
                 if frame[:1] == bytes([FAILED]):
                     failed = {rank: frame[1:].decode(errors="replace")}
-                silent.discard(rank)
+                silent -= {rank} if self._lives(rank, frame) else set()
         guilty = dead or dict.fromkeys(silent, LATE) or failed
         self._ended = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(guilty.items()))
         log.critical("the ranks end: %s", self._ended)
@@ -394,6 +393,16 @@ class Group:
             except (Dead, Late):
                 continue
         return self._ended
+
+    def _lives(self, rank: int, frame: bytes) -> bool:
+        """Whether a rank is not stuck, by what it has sent. Its copies go on where it is, and what it said before this
+        turn's model computed may be read only now."""
+        if frame[:1] == _NEWS_KIND:
+            return False
+        if frame[:1] != bytes([REPORT]) or len(frame) < _REPORT.size:
+            return True
+        turn = _REPORT.unpack_from(frame)[1]
+        return bool(turn > self._turn or (turn == self._turn and rank in self._missing))
 
 
 def _digest(what: str) -> int:
