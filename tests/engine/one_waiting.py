@@ -1,25 +1,39 @@
-"""A node with one of several ranks, whose device waits for another one: `one_waiting.py NODE NODES ADDRESS END`.
+"""A node with one of several ranks, whose device waits for another one.
 
-It says `ready` when all are about to compute. END: what the last rank does. It `waits` for ever as the others do,
-`fails`, or `lags`: it computes on for a moment after the others have computed and left.
+    one_waiting.py NODE NODES ADDRESS ODD END [GPU]
+
+It says `ready` when all are about to compute. END: what the rank ODD does. It `waits` for ever, as the others do (on a
+GPU these wait for it within a sum), `holds` all of its threads while it waits, `fails`, or `lags`: it computes for a
+moment after the others have left.
 """
 
+import ctypes
 import sys
 import time
 
+import torch
+
 from kvarve.engine.ranks import Ranks, started
 
-DEADLINE_S = 10.0
+DEADLINE_S = 5.0
 
 if __name__ == "__main__":
-    node, nodes, address, end = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    node, nodes, address, odd, end = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
+    device = "cuda" if sys.argv[6:] == ["GPU"] else "cpu"
     where = {"nodes": nodes, "node": node, "address": address, "deadline_s": DEADLINE_S}
     with started(print, None, nodes, **where) as (place, listener):  # type: ignore[arg-type]
-        ranks = Ranks(place, place.meet("waiting", listener), watched=True)
+        ranks = Ranks(place, place.meet("waiting", listener), device, watched=True)
         with ranks.ended():
+            with ranks.computing():
+                ranks.add_up(torch.ones(1, device=device))  # the first one lets nccl's ranks meet
             ranks.meet()
             print("ready", flush=True)
-            if node == nodes - 1 and end == "fails":
+            if node == odd and end == "fails":
                 raise RuntimeError("no memory is left on its device")
             with ranks.computing():
-                time.sleep(0.5 * (node == nodes - 1) if end == "lags" else 600)
+                if device == "cuda" and node != odd:
+                    ranks.add_up(torch.ones(1, device=device))
+                elif node == odd and end == "holds":
+                    ctypes.PyDLL(None).sleep(600)
+                else:
+                    time.sleep(0.5 * (node == odd) if end == "lags" else 600)

@@ -1,5 +1,6 @@
 """A model that two processes compute together answers through the cache, bit for bit, as it does without."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from one_of_ranks import compare
 
 import gpu_nodes
@@ -30,13 +32,17 @@ def test_answers_of_several_ranks_are_those_without_a_cache_from_every_tier(tmp_
         assert any(told["replicated"].values()) == REPLICATED[family], told["replicated"]
 
 
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICES = pytest.mark.parametrize("device", [(), pytest.param(("GPU",), marks=ON_GPU)], ids=["no device", "gpu"])
+
+
 @contextmanager
-def waiting(nodes: int, end: str) -> Iterator[list["subprocess.Popen[str]"]]:
+def waiting(nodes: int, odd: int, end: str, *device: str) -> Iterator[list["subprocess.Popen[str]"]]:
     """So many ranks, each a node, that compute (`one_waiting.py`)."""
     words, address = [sys.executable, str(Path(__file__).with_name("one_waiting.py"))], gpu_nodes.address()
     started = [
         subprocess.Popen(
-            [*words, str(node), str(nodes), address, end],
+            [*words, str(node), str(nodes), address, str(odd), end, *device],
             env=gpu_nodes.environment(node),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -54,16 +60,44 @@ def waiting(nodes: int, end: str) -> Iterator[list["subprocess.Popen[str]"]]:
             node.communicate()
 
 
+@DEVICES
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_rank_whose_device_waits_for_one_that_is_gone_ends_and_names_it(gone: int) -> None:
-    with waiting(2, "waits") as nodes:
+def test_a_rank_whose_device_waits_for_one_that_is_gone_ends_and_names_it(gone: int, device: tuple[str, ...]) -> None:
+    with waiting(2, gone, "waits", *device) as nodes:
         nodes[gone].kill()
         _, said = nodes[1 - gone].communicate(timeout=120)
-        assert f"rank {1 - gone} ends: rank {gone}: it is dead" in said and nodes[1 - gone].returncode == 2
+        assert f"rank {1 - gone} ends: rank {gone}: it is dead" in said and nodes[1 - gone].returncode == 2, said
+
+
+@DEVICES
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_ranks_whose_devices_wait_for_one_that_is_stopped_end_and_name_it(
+    stopped: int, device: tuple[str, ...]
+) -> None:
+    with waiting(3, stopped, "waits", *device) as nodes:
+        nodes[stopped].send_signal(signal.SIGSTOP)
+        for rank, node in enumerate(nodes):
+            if rank != stopped:
+                _, said = node.communicate(timeout=120)
+                assert f"rank {rank} ends: rank {stopped}: it is late" in said and node.returncode == 2, said
+
+
+def test_ranks_that_all_compute_beyond_the_deadline_say_that_it_is_too_short() -> None:
+    with waiting(2, 2, "waits") as nodes:
+        for rank, node in enumerate(nodes):
+            _, said = node.communicate(timeout=120)
+            assert f"rank {rank} ends: rank 0: a step takes longer than 5 s" in said and node.returncode == 2, said
+
+
+def test_a_rank_none_of_whose_threads_can_run_ends_and_says_where_it_was() -> None:
+    with waiting(2, 1, "holds") as nodes:
+        told = [node.communicate(timeout=120)[1] for node in nodes]
+    assert "rank 0 ends: rank 1: it is late" in told[0] and nodes[0].returncode == 2, told
+    assert "Timeout (0:00:10)!" in told[1] and "one_waiting.py" in told[1] and nodes[1].returncode == 1, told
 
 
 def test_ranks_whose_devices_wait_for_one_that_has_failed_say_why_it_has() -> None:
-    with waiting(3, "fails") as nodes:
+    with waiting(3, 2, "fails") as nodes:
         for rank, node in enumerate(nodes[:2]):
             _, said = node.communicate(timeout=120)
             assert f"rank {rank} ends: rank 2: RuntimeError: no memory is left on its device" in said
@@ -71,6 +105,6 @@ def test_ranks_whose_devices_wait_for_one_that_has_failed_say_why_it_has() -> No
 
 
 def test_no_rank_ends_while_another_one_computes() -> None:
-    with waiting(2, "lags") as nodes:
+    with waiting(2, 1, "lags") as nodes:
         ended = [(node.communicate(timeout=120)[1], node.returncode) for node in nodes]
     assert [code for _, code in ended] == [0, 0], ended

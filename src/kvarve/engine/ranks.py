@@ -5,6 +5,7 @@ that was started; it starts the others of its node, which end with it in any cas
 """
 
 import ctypes
+import faulthandler
 import hashlib
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,13 +30,14 @@ from kvarve.engine.identity import without_threads
 from kvarve.engine.shards import BY_GROUPS, SHARDING
 from kvarve.errors import Broken, ConfigError
 from kvarve.model import ModelIdentity
-from kvarve.ranks.group import Group
+from kvarve.ranks.group import ALL, Group
 from kvarve.ranks.star import GroupEnded, Listener, Star, alike, connect
 
 DEADLINE_S = 30.0  # for a rank that the others wait for
 START_S = 600.0  # for all ranks to start and to read their weights
 END_S = 10.0  # for the other ranks' processes to end by themselves
 WATCH_S = 0.1  # between two looks of a watch
+STDERR = 2  # its file, also where `sys.stderr` is another one or none
 _DIES_WITH_PARENT = 1  # prctl
 Data = TypeVar("Data")
 
@@ -79,6 +82,8 @@ class Ranks:
         self.group = Group(star)
         if place.host is None:  # else the way to the other nodes is the operator's to choose
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # nccl would abort the process, often before the watch can say which rank is at fault.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         try:
             dist.init_process_group(
                 # Digests and what ranks tell each other are on the CPU, whatever computes.
@@ -90,7 +95,7 @@ class Ranks:
             )
         except (RuntimeError, ValueError) as e:
             raise GroupEnded(self.group.fail(f"the model's ranks do not meet: {e}")) from e
-        self._waits = False  # for what all ranks compute together; changed with `_lock` held
+        self._since: float | None = None  # it waits for what all ranks compute; comes and goes with `_lock` held
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
@@ -102,13 +107,14 @@ class Ranks:
     def computing(self) -> Iterator[None]:
         """Around what all ranks compute together. On a GPU it has been computed when the block ends.
 
-        A device that waits for a rank that is gone waits for ever, or until nccl aborts the process without a word of
-        which rank that is. A watch ends the process before that, and names it.
+        A device that waits for a rank that is gone or stopped waits for ever. A watch ends the process then, and names
+        that rank: at once if it is gone, after the deadline if it is stopped.
         """
         if self._watch is None:
             yield
             return
-        self._waits = True
+        with self._lock:
+            self._since = time.monotonic()
         try:
             yield
             if self._device.type == "cuda":
@@ -119,18 +125,25 @@ class Ranks:
     def _waits_no_more(self) -> None:
         """From here on the calling thread finds by itself which rank is gone, if the watch does not end the process."""
         with self._lock:
-            self._waits = False
+            self._since = None
 
     def _look_for_the_gone(self) -> None:
+        deadline_s = self._star.deadline_s
         while not self._closing.is_set():
-            if not (gone := self._star.gone(WATCH_S)):
-                continue
+            # A call that waits for the device and keeps Python's other threads out, this one too, waits for ever.
+            faulthandler.dump_traceback_later(deadline_s * ALL, file=STDERR, exit=True)
+            gone = self._star.gone(WATCH_S)
             with self._lock:
-                if self._waits:
-                    said = self.group.fail("its device waits for a rank that is gone", stuck=True, gone=gone)
-                    print(f"kvarve: rank {self.rank} ends: {said}", file=sys.stderr, flush=True)
-                    os._exit(2)
-            self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
+                if self._since is not None and (gone or time.monotonic() - self._since > deadline_s):
+                    late = f"a step takes longer than {deadline_s:g} s: give --rank-deadline-s more"
+                    try:
+                        said = self.group.fail("it waits for one that is gone" if gone else late, stuck=True, gone=gone)
+                        print(f"kvarve: rank {self.rank} ends: {said}", file=sys.stderr, flush=True)
+                    finally:
+                        os._exit(2)
+            if gone:
+                self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
+        faulthandler.cancel_dump_traceback_later()
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -187,6 +200,8 @@ class Ranks:
 
     def add_up(self, tensor: Tensor) -> None:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
+        if self._since is not None:  # the deadline is for what waits, not for kernels that are compiled before
+            self._since = time.monotonic()
         with self._in_time():
             dist.all_reduce(tensor)
 
