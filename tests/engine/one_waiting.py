@@ -4,7 +4,7 @@
 
 It says `ready` when all are about to compute. END: what the rank ODD does. It `waits` for ever, as the others do (on a
 GPU these wait for it within a sum), `holds` all of its threads while it waits, `fails`, or `lags`: it computes for a
-moment after the others have left.
+moment after the others have left. All of them `compile` before their sum, for longer than the deadline.
 """
 
 import ctypes
@@ -31,7 +31,10 @@ if __name__ == "__main__":
             if node == odd and end == "fails":
                 raise RuntimeError("no memory is left on its device")
             with ranks.computing():
-                if device == "cuda" and node != odd:
+                if end == "compile":
+                    time.sleep(2 * DEADLINE_S)
+                    ranks.add_up(torch.ones(1, device=device))
+                elif device == "cuda" and node != odd:
                     ranks.add_up(torch.ones(1, device=device))
                 elif node == odd and end == "holds":
                     ctypes.PyDLL(None).sleep(600)

@@ -89,6 +89,13 @@ def test_ranks_that_all_compute_beyond_the_deadline_say_that_it_is_too_short() -
             assert f"rank {rank} ends: rank 0: a step takes longer than 5 s" in said and node.returncode == 2, said
 
 
+@ON_GPU
+def test_kernels_that_are_compiled_for_longer_than_the_deadline_end_no_rank() -> None:
+    with waiting(2, 2, "compile", "GPU") as nodes:
+        ended = [(node.communicate(timeout=120)[1], node.returncode) for node in nodes]
+    assert [code for _, code in ended] == [0, 0], ended
+
+
 def test_a_rank_none_of_whose_threads_can_run_ends_and_says_where_it_was() -> None:
     with waiting(2, 1, "holds") as nodes:
         told = [node.communicate(timeout=120)[1] for node in nodes]

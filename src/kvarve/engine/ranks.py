@@ -14,13 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,8 @@ class Ranks:
         except (RuntimeError, ValueError) as e:
             raise GroupEnded(self.group.fail(f"the model's ranks do not meet: {e}")) from e
         self._since: float | None = None  # it waits for what all ranks compute; comes and goes with `_lock` held
+        self._summed = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._summing = False  # a sum is being begun
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
@@ -129,21 +131,34 @@ class Ranks:
 
     def _look_for_the_gone(self) -> None:
         deadline_s = self._star.deadline_s
-        while not self._closing.is_set():
-            # A call that waits for the device and keeps Python's other threads out, this one too, waits for ever.
-            faulthandler.dump_traceback_later(deadline_s * ALL, file=STDERR, exit=True)
-            gone = self._star.gone(WATCH_S)
-            with self._lock:
-                if self._since is not None and (gone or time.monotonic() - self._since > deadline_s):
-                    late = f"a step takes longer than {deadline_s:g} s: give --rank-deadline-s more"
-                    try:
-                        said = self.group.fail("it waits for one that is gone" if gone else late, stuck=True, gone=gone)
-                        print(f"kvarve: rank {self.rank} ends: {said}", file=sys.stderr, flush=True)
-                    finally:
-                        os._exit(2)
-            if gone:
-                self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
-        faulthandler.cancel_dump_traceback_later()
+        try:
+            while not self._closing.is_set():
+                # A call that waits for the device and keeps Python's other threads out, this one too, waits for ever.
+                faulthandler.dump_traceback_later(deadline_s * ALL, file=STDERR, exit=True)
+                gone = self._star.gone(WATCH_S)
+                with self._lock:
+                    if gone and self._since is not None:
+                        self._end("it waits for one that is gone", gone)
+                    if self._is_late(deadline_s):
+                        self._end(f"a step takes longer than {deadline_s:g} s: give --rank-deadline-s more")
+                if gone:
+                    self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _is_late(self, deadline_s: float) -> bool:
+        """Whether it has waited for the other ranks beyond the deadline. No wait: a kernel that is compiled between two
+        sums, since the last one has been made then."""
+        if self._since is None or time.monotonic() - self._since <= deadline_s:
+            return False
+        return self._summing or self._summed is None or not self._summed.query()  # type: ignore[no-untyped-call]
+
+    def _end(self, why: str, gone: Collection[int] = ()) -> NoReturn:
+        try:
+            said = self.group.fail(why, stuck=True, gone=gone)
+            print(f"kvarve: rank {self.rank} ends: {said}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(2)
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -200,10 +215,14 @@ class Ranks:
 
     def add_up(self, tensor: Tensor) -> None:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
-        if self._since is not None:  # the deadline is for what waits, not for kernels that are compiled before
+        self._summing = True  # the first sum on a device ends when the ranks have met there
+        if self._since is not None:
             self._since = time.monotonic()
         with self._in_time():
             dist.all_reduce(tensor)
+        if self._summed is not None:
+            self._summed.record()
+        self._summing = False
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:

@@ -407,13 +407,17 @@ class World(Shadow):
         for lease in self.leases:
             self.claim(lease)
         self.settle()
-        for _ in range(TURNS):
-            self.step([self.end(op) for op in [*self.flying]], later_s=10.0)
+        self._go_on()
         waiting = [lease for lease in self.leases if not lease.ready and lease.patience.base_s < inf]
         assert not waiting, f"lease {waiting[0].number} is still {waiting[0].phase.value}"
         self.step([self.give_up(op) for op in [*self.lost]])
         self.settle()
+        self._go_on()  # some ask storage again after a moment
         assert all(lease.ready for lease in self.leases), "when all copies have ended, every lease is ready"
+
+    def _go_on(self) -> None:
+        for _ in range(TURNS):
+            self.step([self.end(op) for op in [*self.flying]], later_s=10.0)
 
     def drain(self) -> None:
         """The end of a life: close all leases, end everything in flight; nothing may be left behind."""
