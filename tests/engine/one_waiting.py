@@ -3,11 +3,10 @@
     one_waiting.py NODE NODES ADDRESS ODD END [GPU]
 
 It says `ready` when all are about to compute. END: what the rank ODD does. It `waits` for ever, as the others do (on a
-GPU these wait for it within a sum), `holds` all of its threads while it waits, `fails`, or `lags`: it computes for a
-moment after the others have left. All of them `compile` before their sum, for longer than the deadline.
+GPU these wait for it within a sum), `fails`, or `lags`: it computes for a moment after the others have left. Or what
+all do: they `work` for some seconds, or `compile` before their sum, for longer than the deadline.
 """
 
-import ctypes
 import sys
 import time
 
@@ -31,12 +30,13 @@ if __name__ == "__main__":
             if node == odd and end == "fails":
                 raise RuntimeError("no memory is left on its device")
             with ranks.computing():
-                if end == "compile":
+                if end == "work":
+                    for _ in range(30):
+                        time.sleep(0.1)
+                elif end == "compile":
                     time.sleep(2 * DEADLINE_S)
                     ranks.add_up(torch.ones(1, device=device))
                 elif device == "cuda" and node != odd:
                     ranks.add_up(torch.ones(1, device=device))
-                elif node == odd and end == "holds":
-                    ctypes.PyDLL(None).sleep(600)
                 else:
                     time.sleep(0.5 * (node == odd) if end == "lags" else 600)

@@ -325,6 +325,18 @@ def test_of_ranks_that_wait_for_each_other_the_silent_one_is_at_fault(impatient:
     assert all("rank 1: it is late" in each and "the sum" not in each for each in found), found
 
 
+@pytest.mark.parametrize("fails", [0, 1])
+def test_ranks_that_wait_for_one_that_fails_meanwhile_hear_why(three: Ranks, fails: int) -> None:
+    def assemble(rank: int, group: Group) -> AgreedStep:
+        if rank == fails:
+            return _failed(group, "its weights are damaged")
+        group.assemble(LONG_S)
+        return group.agree([], 0.0)
+
+    found = three.each(assemble)
+    assert len(found) == 3 and ends(found) == {f"rank {fails}: its weights are damaged"}
+
+
 def test_what_a_rank_has_said_before_a_sum_is_no_sign_of_life_in_it(impatient: Ranks) -> None:
     """Rank 1 tells in turn 3, in which nothing is in flight, that its storage is down, and stops."""
     impatient.turn()

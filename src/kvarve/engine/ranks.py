@@ -5,7 +5,6 @@ that was started; it starts the others of its node, which end with it in any cas
 """
 
 import ctypes
-import faulthandler
 import hashlib
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,9 +33,9 @@ from kvarve.ranks.star import GroupEnded, Listener, Star, alike, connect
 
 DEADLINE_S = 30.0  # for a rank that the others wait for
 START_S = 600.0  # for all ranks to start and to read their weights
+LEAVE_S = 60.0  # for all ranks to finish their backups at the end
 END_S = 10.0  # for the other ranks' processes to end by themselves
 WATCH_S = 0.1  # between two looks of a watch
-STDERR = 2  # its file, also where `sys.stderr` is another one or none
 _DIES_WITH_PARENT = 1  # prctl
 Data = TypeVar("Data")
 
@@ -82,8 +80,8 @@ class Ranks:
         self.group = Group(star)
         if place.host is None:  # else the way to the other nodes is the operator's to choose
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # nccl would abort the process, often before the watch can say which rank is at fault.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        if self._device.type == "cuda":  # else nccl aborts the process, often before the watch can name a rank
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         try:
             dist.init_process_group(
                 # Digests and what ranks tell each other are on the CPU, whatever computes.
@@ -95,7 +93,8 @@ class Ranks:
             )
         except (RuntimeError, ValueError) as e:
             raise GroupEnded(self.group.fail(f"the model's ranks do not meet: {e}")) from e
-        self._since: float | None = None  # it waits for what all ranks compute; comes and goes with `_lock` held
+        self._computes = False  # together with all ranks; changed with `_lock` held
+        self._begun = 0  # blocks of `computing` and sums, so far
         self._summed = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._summing = False  # a sum is being begun
         self._lock = threading.Lock()
@@ -116,7 +115,8 @@ class Ranks:
             yield
             return
         with self._lock:
-            self._since = time.monotonic()
+            self._computes = True
+            self._begun += 1
         try:
             yield
             if self._device.type == "cuda":
@@ -127,34 +127,33 @@ class Ranks:
     def _waits_no_more(self) -> None:
         """From here on the calling thread finds by itself which rank is gone, if the watch does not end the process."""
         with self._lock:
-            self._since = None
+            self._computes = False
 
     def _look_for_the_gone(self) -> None:
-        deadline_s = self._star.deadline_s
-        try:
-            while not self._closing.is_set():
-                # A call that waits for the device and keeps Python's other threads out, this one too, waits for ever.
-                faulthandler.dump_traceback_later(deadline_s * ALL, file=STDERR, exit=True)
-                gone = self._star.gone(WATCH_S)
-                with self._lock:
-                    if gone and self._since is not None:
-                        self._end("it waits for one that is gone", gone)
-                    if self._is_late(deadline_s):
-                        self._end(f"a step takes longer than {deadline_s:g} s: give --rank-deadline-s more")
-                if gone:
-                    self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        deadline_s, looks, begun = self._star.deadline_s, 0, 0
+        while not self._closing.is_set():
+            gone = self._star.gone(WATCH_S)
+            with self._lock:
+                if gone and self._computes:
+                    self._exit("it waits for one that is gone", gone)
+                # Counted in looks: a group that is paused as a whole (a debugger, a frozen container) is not late.
+                looks = looks + 1 if self._computes and self._begun == begun and self._waits() else 0
+                begun = self._begun
+                if looks * WATCH_S > deadline_s:
+                    self._exit(f"no sum came in {deadline_s:g} s, though all ranks answer: a device hangs, or is slow")
+            if gone:
+                self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
 
-    def _is_late(self, deadline_s: float) -> bool:
-        """Whether it has waited for the other ranks beyond the deadline. No wait: a kernel that is compiled between two
-        sums, since the last one has been made then."""
-        if self._since is None or time.monotonic() - self._since <= deadline_s:
-            return False
+    def _waits(self) -> bool:
+        """Whether a sum has been begun and not been made. Between two sums kernels may be compiled, for minutes."""
         return self._summing or self._summed is None or not self._summed.query()  # type: ignore[no-untyped-call]
 
-    def _end(self, why: str, gone: Collection[int] = ()) -> NoReturn:
+    def _exit(self, why: str, gone: Collection[int] = ()) -> NoReturn:
+        """End the process in any case, as its other threads cannot."""
         try:
+            at_last = threading.Timer(self._star.deadline_s * ALL, os._exit, (2,))  # if stderr is read by no process
+            at_last.daemon = True
+            at_last.start()
             said = self.group.fail(why, stuck=True, gone=gone)
             print(f"kvarve: rank {self.rank} ends: {said}", file=sys.stderr, flush=True)
         finally:
@@ -165,9 +164,8 @@ class Ranks:
         """The group ends with the block; any trouble inside is told to the other ranks."""
         try:
             yield
-            if self._watch is not None:  # none ends while another one still computes
-                with suppress(GroupEnded):  # of a rank that fails at its end; this one has done its part
-                    self.group.assemble(self._star.deadline_s)
+            with suppress(GroupEnded):  # of a rank that fails at its end; this one has done its part
+                self.group.assemble(LEAVE_S)  # none ends while another one still computes or stores
         except BaseException as e:
             self.group.fail(f"{type(e).__name__}: {e}")
             raise
@@ -215,9 +213,8 @@ class Ranks:
 
     def add_up(self, tensor: Tensor) -> None:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
-        self._summing = True  # the first sum on a device ends when the ranks have met there
-        if self._since is not None:
-            self._since = time.monotonic()
+        self._summing = True  # this call waits for the others where it is the first, or the device's queue is full
+        self._begun += 1
         with self._in_time():
             dist.all_reduce(tensor)
         if self._summed is not None:

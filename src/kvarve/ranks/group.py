@@ -195,17 +195,24 @@ class Group:
                 verdict = f"rank 0: {DEAD}" if stuck else verdict
             self._ended = verdict
             return verdict
-        return self._end({0: why}, set(gone or self._star.links) if stuck else set())
+        if stuck:
+            return self._end({}, set(gone or self._star.links), why)
+        return self._end({0: why}, set())
 
     def assemble(self, start_s: float) -> None:
         """Wait until all ranks are here, as after a step that takes each its own time. GroupEnded after `start_s`."""
         try:
             self._wait(start_s)
-            for link in self._star.links.values():
+            ready = bytes([INPUTS if self.rank else REPORT])
+            for rank, link in self._star.links.items():
                 if self.rank:
                     link.send(bytes([REPORT]))
-                while link.receive()[:1] == bytes([NEWS]):  # of a group before
-                    pass
+                while (frame := link.receive()) != ready:  # or it is of a turn, or a group, before
+                    if frame[:1] in (bytes([FAILED]), bytes([STUCK])):
+                        self._take(rank, frame)
+                    if frame[:1] == bytes([END]):
+                        self._ended = frame[1:].decode(errors="replace")
+                        raise GroupEnded(self._ended)
             for link in self._star.links.values() if not self.rank else ():
                 link.send(bytes([INPUTS]))
             self._wait(self._patience_s)
@@ -362,9 +369,9 @@ class Group:
         late = f"{LATE} for {self._star.deadline_s * SLACK:g} s"
         raise GroupEnded(self._end(dict.fromkeys(ranks, late), set()))
 
-    def _end(self, failed: dict[int, str], asked: set[int]) -> str:
+    def _end(self, failed: dict[int, str], asked: set[int], why: str = "") -> str:
         """End the group. The ranks `asked` have a moment to say anything: those that are dead or silent then are at
-        fault, whatever the others say."""
+        fault, whatever the others say. `why`: if none is."""
         end, silent = self._star.clock() + GRACE * self._star.deadline_s, set(asked)
         dead: dict[int, str] = {}
         for rank, frame in self._came:
@@ -384,14 +391,14 @@ class Group:
                     failed = {rank: frame[1:].decode(errors="replace")}
                 silent -= {rank} if self._lives(rank, frame) else set()
         guilty = dead or dict.fromkeys(silent, LATE) or failed
-        self._ended = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(guilty.items()))
-        log.critical("the ranks end: %s", self._ended)
+        self._ended = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(guilty.items())) or why
         for link in self._star.links.values():
             link.wait_at_most(0.1)
             try:
                 link.send(bytes([END]) + self._ended.encode())
             except (Dead, Late):
                 continue
+        log.critical("the ranks end: %s", self._ended)  # once they know it: a log may wait for its reader
         return self._ended
 
     def _lives(self, rank: int, frame: bytes) -> bool:
