@@ -192,6 +192,16 @@ def test_what_happened_to_the_cache_before_is_no_event_of_this_one(three: Ranks)
     assert three.turn().events == [Ended(7, 2)]
 
 
+def test_what_a_rank_said_unasked_in_the_last_turn_of_a_group_is_not_for_the_next(three: Ranks) -> None:
+    three.turn()
+    three.turn()
+    for rank in (0, 2, 1):  # rank 0 has looked before it came
+        three.groups[rank].agree([Ended(7, 1)] if rank == 1 else [], 0.0, up=rank != 1, waiting=False)
+    three.groups = [Group(star) for star in three.stars]
+    ended = [Ended(7, 2)], True, None
+    assert three.turn(r0=ended, r1=ended, r2=ended).events == [Ended(7, 2)] and three.turn().up
+
+
 def test_a_rank_whose_copies_go_on_while_it_is_stuck_is_named(impatient: Ranks) -> None:
     def stuck(rank: int, group: Group) -> AgreedStep:
         if rank == 1:

@@ -31,6 +31,7 @@ _NEWS = struct.Struct("<BQH")  # kind, number of the group, events
 _EVENT = struct.Struct("<BQHH")
 REPORT, INPUTS, FAILED, STUCK, END, NEWS = range(6)  # kinds of frames
 _NEWS_KIND = bytes([NEWS])
+TURN_BITS = 48  # of a turn's number, below the number of its group
 UP, PROPOSES, READY = 1, 2, 4  # flags of a report
 ALL_UP, GRANTED, REFUSED, ATTEND = 1, 2, 4, 8  # flags of inputs
 SLACK = 1.25  # a rank whose model waits for another one says so within the deadline; rank 0 waits a little longer
@@ -58,7 +59,6 @@ class Group:
     def __init__(self, star: Star) -> None:
         self.rank, self.ranks = star.rank, star.ranks
         self._star = star
-        self._turn = 0
         self._digest = 0  # of what this rank's core has decided so far
         self._votes = Votes(star.ranks)
         self._news: list[list[Event]] = [[] for _ in range(star.ranks)]  # by rank, not counted yet
@@ -66,7 +66,8 @@ class Group:
         self._own = deque[Event]()  # of this rank: rank 0 has not counted them, another has not sent them
         self._came = deque[tuple[int, bytes]]()  # from other ranks, for the next turn
         star.groups += 1
-        self._number = star.groups  # another group's late news are not this one's
+        self._number = star.groups  # what was said late in another group is not for this one
+        self._turn = self._number << TURN_BITS
         self._told = [PLAIN] * star.ranks
         self._said = PLAIN  # by this rank, in its last report
         self._attend = True  # the next turn is an exchange, whatever is in flight
@@ -253,7 +254,7 @@ class Group:
         except (struct.error, IndexError):
             raise GroupEnded(self.fail(f"rank 0: {UNREADABLE}")) from None
         if (kind, turn) != (INPUTS, self._turn):
-            raise GroupEnded(self.fail(f"it is in turn {self._turn}, and rank 0 in turn {turn}"))
+            raise GroupEnded(self.fail(_differing(self._turn, turn)))
         self._attend = bool(flags & ATTEND)
         decided = True if flags & GRANTED else False if flags & REFUSED else None
         return AgreedStep(happened, now, bool(flags & ALL_UP), decided, frame[at : at + said])
@@ -350,10 +351,12 @@ class Group:
             events, _ = _read_events(frame, _REPORT.size, count)
         except (struct.error, IndexError):
             raise GroupEnded(self._end({rank: UNREADABLE}, set())) from None
+        if kind == REPORT and turn >> TURN_BITS < self._number:
+            return int(turn)
         if kind != REPORT or turn > self._turn:
-            raise GroupEnded(self._end({rank: f"it is in turn {turn}, and rank 0 in turn {self._turn}"}, set()))
+            raise GroupEnded(self._end({rank: _differing(turn, self._turn)}, set()))
         if turn == self._turn and digest != self._digest:
-            why = f"its decisions before turn {turn} differ from rank 0's"
+            why = f"its decisions before turn {_in_group(turn)} differ from rank 0's"
             raise GroupEnded(self._end({rank: why}, set()))
         self._news[rank] += events
         proposal = Proposal(str(what), bool(flags & READY)) if flags & PROPOSES else None
@@ -410,6 +413,14 @@ class Group:
             return True
         turn = _REPORT.unpack_from(frame)[1]
         return bool(turn > self._turn or (turn == self._turn and rank in self._missing))
+
+
+def _in_group(turn: int) -> int:
+    return turn % (1 << TURN_BITS)
+
+
+def _differing(its: int, of_first: int) -> str:
+    return f"it is in turn {_in_group(its)}, and rank 0 in turn {_in_group(of_first)}"
 
 
 def _digest(what: str) -> int:
