@@ -206,6 +206,18 @@ def test_a_storage_that_is_attached_gets_what_is_in_memory_when_asked() -> None:
     assert len(world.storage.objects) == 5
 
 
+def test_a_storage_that_is_attached_gets_all_that_a_prompt_resumes_from_also_what_others_share() -> None:
+    world = World(config=config(ATTENTION, STATE, host=64))
+    asked, other = (fork(4, word, more=4 * PAGE_TOKENS + 1) for word in (1, 2))
+    world.request(asked)
+    world.request(other)  # so the first four pages are a run of their own
+    world.attach()
+    world.request(asked)
+    world.flush(DEVICE)
+    world.flush(HOST)
+    assert world.request(asked).boundary == 8
+
+
 def test_a_store_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4), rest=False)

@@ -87,7 +87,7 @@ def test_ranks_whose_devices_wait_for_one_that_is_stopped_end_and_name_it(
                 assert f"rank {rank} ends: rank {stopped}: it is late" in said and node.returncode == 2, said
 
 
-def test_ranks_that_all_compute_beyond_the_deadline_say_that_it_is_too_short() -> None:
+def test_ranks_that_all_compute_beyond_the_deadline_end_and_say_that_all_answer() -> None:
     with waiting(2, 2, "waits") as nodes:
         for rank, node in enumerate(nodes):
             _, said = node.communicate(timeout=120)
@@ -103,7 +103,7 @@ def test_kernels_that_are_compiled_for_longer_than_the_deadline_end_no_rank() ->
     assert [code for _, code in ended] == [0, 0], ended
 
 
-def test_ranks_that_are_paused_as_a_whole_go_on() -> None:
+def test_the_watch_ends_no_ranks_that_are_paused_as_a_whole() -> None:
     with waiting(2, 2, "work") as nodes:
         for sign in (signal.SIGSTOP, signal.SIGCONT):
             for node in nodes:

@@ -335,16 +335,24 @@ def test_of_ranks_that_wait_for_each_other_the_silent_one_is_at_fault(impatient:
     assert all("rank 1: it is late" in each and "the sum" not in each for each in found), found
 
 
-@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("fails", [0, 1, 2])
 def test_ranks_that_wait_for_one_that_fails_meanwhile_hear_why(three: Ranks, fails: int) -> None:
     def assemble(rank: int, group: Group) -> AgreedStep:
         if rank == fails:
             return _failed(group, "its weights are damaged")
+        if rank == 1:  # it loads until the others have heard
+            group._star.ready(LONG_S)
         group.assemble(LONG_S)
         return group.agree([], 0.0)
 
     found = three.each(assemble)
     assert len(found) == 3 and ends(found) == {f"rank {fails}: its weights are damaged"}
+
+
+def test_a_group_that_has_ended_waits_for_no_rank(impatient: Ranks) -> None:
+    impatient.each(lambda _, group: group.agree([], 0.0), but=2)
+    with pytest.raises(GroupEnded, match=r"rank 2: it is late: nothing comes from it for 0\.25 s"):
+        impatient.groups[0].assemble(LONG_S)
 
 
 def test_what_a_rank_has_said_before_a_sum_is_no_sign_of_life_in_it(impatient: Ranks) -> None:

@@ -101,6 +101,15 @@ class Backups:
         """Local positions of a run whose pages are not known to be in storage, though they are worth a copy."""
         return ~(run.stored[pool] | run.passing[pool])
 
+    def lacks(self, run: Run) -> bool:
+        """Whether storage lacks pages of chains that this run's pages rest on, as one that was attached later does."""
+        at = run.parent
+        while at is not None:
+            if any((at.stored[pool] | at.passing[pool]).bit_count() < at.pages for pool in self.slot_pools.chains):
+                return True
+            at = at.parent
+        return False
+
     def _wants(self, run: Run) -> bool:
         """Whether a run is to be in storage now: by the policies, or since it was asked for whatever they say."""
         return run.wanted or (self._used_enough(run) and self.governor.wants(run))

@@ -180,7 +180,7 @@ class Resuming(State):
         if self.hot is not None and (shared := min(lease.boundary, lease.known)):  # an engine may have more pages
             self.hot.resumed(lease.root, run, shared)
         selective = self.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
-        whole = selective or self.slot_pools.counts_uses
+        whole = selective or self.slot_pools.counts_uses or (self.copies.storage and self.backups.lacks(run))
         for each, _ in upward(run, ones(lease.boundary) if whole else self.paths.near(lease.boundary)):
             each.uses += 1
             each.priority = max(each.priority, lease.priority)

@@ -33,7 +33,7 @@ from kvarve.ranks.star import GroupEnded, Listener, Star, alike, connect
 
 DEADLINE_S = 30.0  # for a rank that the others wait for
 START_S = 600.0  # for all ranks to start and to read their weights
-LEAVE_S = 60.0  # for all ranks to finish their backups at the end
+LEAVE_S = 40.0  # for all ranks to finish their backups at the end, where a GPU computes
 END_S = 10.0  # for the other ranks' processes to end by themselves
 WATCH_S = 0.1  # between two looks of a watch
 _DIES_WITH_PARENT = 1  # prctl
@@ -164,8 +164,9 @@ class Ranks:
         """The group ends with the block; any trouble inside is told to the other ranks."""
         try:
             yield
-            with suppress(GroupEnded):  # of a rank that fails at its end; this one has done its part
-                self.group.assemble(LEAVE_S)  # none ends while another one still computes or stores
+            if self._watch is not None:  # none ends while another one still computes
+                with suppress(GroupEnded):  # of a rank that fails at its end; this one has done its part
+                    self.group.assemble(LEAVE_S)
         except BaseException as e:
             self.group.fail(f"{type(e).__name__}: {e}")
             raise

@@ -201,25 +201,45 @@ class Group:
         return self._end({0: why}, set())
 
     def assemble(self, start_s: float) -> None:
-        """Wait until all ranks are here, as after a step that takes each its own time. GroupEnded after `start_s`."""
+        """Wait until all ranks are here, as after a step that takes each its own time. GroupEnded after `start_s`, and
+        if one has failed meanwhile."""
+        if self._ended:
+            raise GroupEnded(self._ended)
+        self._wait(start_s)
+        if self.rank:
+            self._report_ready(start_s)
+        else:
+            self._hear_ready(start_s)
+        self._wait(self._patience_s)
+
+    def _report_ready(self, start_s: float) -> None:
+        link = self._star.links[0]
         try:
-            self._wait(start_s)
-            ready = bytes([INPUTS if self.rank else REPORT])
-            for rank, link in self._star.links.items():
-                if self.rank:
-                    link.send(bytes([REPORT]))
-                while (frame := link.receive()) != ready:  # or it is of a turn, or a group, before
-                    if frame[:1] in (bytes([FAILED]), bytes([STUCK])):
-                        self._take(rank, frame)
-                    if frame[:1] == bytes([END]):
-                        self._ended = frame[1:].decode(errors="replace")
-                        raise GroupEnded(self._ended)
-            for link in self._star.links.values() if not self.rank else ():
-                link.send(bytes([INPUTS]))
-            self._wait(self._patience_s)
+            link.send(bytes([REPORT]))
+            while (frame := link.receive()) != bytes([INPUTS]):
+                if frame[:1] == bytes([END]):
+                    self._ended = frame[1:].decode(errors="replace")
+                    raise GroupEnded(self._ended)
         except (Dead, Late) as e:
-            why = "another rank has ended" if isinstance(e, Dead) else f"the ranks are not ready after {start_s:g} s"
+            why = "rank 0 has ended" if isinstance(e, Dead) else f"the ranks are not ready after {start_s:g} s"
             raise GroupEnded(self.fail(why, stuck=True)) from None
+
+    def _hear_ready(self, start_s: float) -> None:
+        self._missing = missing = set(self._star.links)
+        for rank, frame in self._frames(self._star.clock() + start_s):
+            if frame[:1] in (bytes([FAILED]), bytes([STUCK])):
+                self._take(rank, frame)
+            if frame == bytes([REPORT]):  # else it is of a turn before
+                missing.discard(rank)
+            if not missing:
+                break
+        if missing:
+            raise GroupEnded(self._end(dict.fromkeys(missing, f"{LATE} for {start_s:g} s"), set()))
+        for rank, link in self._star.links.items():
+            try:
+                link.send(bytes([INPUTS]))
+            except (Dead, Late) as e:
+                self._part(rank, e)
 
     def close(self) -> None:
         """No turn follows on any rank."""
