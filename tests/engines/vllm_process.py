@@ -16,7 +16,7 @@ from engine_commands import SETTINGS, Engine, sampling, serve
 from prints import Prints
 
 SMALL = 12  # tokens of an answer
-SETTLED = 5000  # steps, after which a copy counts as hanging
+SETTLED, SETTLED_S = 5000, 10.0  # steps, and seconds, after which a copy counts as hanging
 
 
 class Recorder:
@@ -121,10 +121,12 @@ class Watched(Engine):
 
     def drain(self) -> bool:
         """Step until no copy is in flight; False if some hang."""
-        for _ in range(SETTLED):
+        steps, end = 0, time.monotonic() + SETTLED_S
+        while steps < SETTLED or time.monotonic() < end:
             if not self.core.scheduler.has_requests():
                 return True
             self.core.step()
+            steps += 1
         return False
 
     def storm(self, seed: int, prompts: list[list[int]], tokens: int, aborts: int) -> dict[str, Any]:
