@@ -62,7 +62,7 @@ CONVERSATIONS = 16
 # Traffic that changes: tokens of a prompt and how many there are, of long documents and of short talks; memory in which
 # either has room alone, and for what it is divided once.
 CHANGING, CHANGING_BYTES, SPLITS = ((2048, 9), (300, 60)), 24 * MIB, (128, 256, 512, 1024, 2048)
-IN_A_ROW = 10  # prompts of changing traffic
+IN_A_ROW = 10  # prompts of changing traffic, which one engine answers before the next has its turn
 REST = 240  # tokens behind a prompt that is in the host: less than a chunk
 
 

@@ -213,6 +213,7 @@ class Group:
         self._wait(self._patience_s)
 
     def _report_ready(self, start_s: float) -> None:
+        """Any other rank says that it is here, and waits until rank 0 says that all are."""
         link = self._star.links[0]
         try:
             link.send(bytes([REPORT]))
@@ -225,6 +226,7 @@ class Group:
             raise GroupEnded(self.fail(why, stuck=True)) from None
 
     def _hear_ready(self, start_s: float) -> None:
+        """Rank 0 waits until all others are here, and says so to them."""
         self._missing = missing = set(self._star.links)
         for rank, frame in self._frames(self._star.clock() + start_s):
             if frame[:1] in (bytes([FAILED]), bytes([STUCK])):
@@ -371,7 +373,7 @@ class Group:
             events, _ = _read_events(frame, _REPORT.size, count)
         except (struct.error, IndexError):
             raise GroupEnded(self._end({rank: UNREADABLE}, set())) from None
-        if kind == REPORT and turn >> TURN_BITS < self._number:
+        if kind == REPORT and turn >> TURN_BITS < self._number:  # of a group before
             return int(turn)
         if kind != REPORT or turn > self._turn:
             raise GroupEnded(self._end({rank: _differing(turn, self._turn)}, set()))
@@ -436,6 +438,7 @@ class Group:
 
 
 def _in_group(turn: int) -> int:
+    """A turn's number within its group, as messages show it."""
     return turn % (1 << TURN_BITS)
 
 
