@@ -8,7 +8,7 @@ from kvarve import boundaries
 from kvarve.boundaries import deepest
 from kvarve.core.effects import Copy, Effect, Hurry, Page, Probe
 from kvarve.core.lease import Lease
-from kvarve.core.tree import Run, covering, root_of
+from kvarve.core.tree import Run, covering, each_covering, root_of
 from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
@@ -91,7 +91,8 @@ class Copies:
             op.pinned = boundaries.of(page.position for page in op.pages)
             op.run = covering(op.run, deepest(op.pinned))
             self._slot_pools.pin(op.run, op.pinned, tiers=op.edge[:1])  # its target slots are its own
-            keys = [covering(op.run, page.position).key(page.position) for page in op.pages]
+            positions = [page.position for page in op.pages]
+            keys = [run.key(at) for run, at in zip(each_covering(op.run, positions), positions, strict=True)]
             root = root_of(op.run).named
         else:
             assert op.lease is not None

@@ -13,7 +13,8 @@ from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import CoreConfig
 from kvarve.core.state import State
-from kvarve.core.tree import Run, covering, upward
+from kvarve.core.tree import Run, covering, each_covering, upward
+from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
 ON_DEVICE = (Tier.DEVICE,)  # where a ready lease pins its pages
@@ -107,10 +108,10 @@ class Resuming(State):
             allowed = ones(boundary)
         pages = []
         for pool, bits in enumerate(need):
-            for position, slot in zip(members(bits), taken[pool], strict=True):
-                source = covering(run, position).slot(self.slot_pools.place(Tier.HOST, pool), position)
-                pages.append(Moving(pool, position, source, slot))
-                lease.loaded |= 1 << position
+            place, runs = self.slot_pools.place(Tier.HOST, pool), each_covering(run, members(bits))
+            for position, slot, source in zip(members(bits), taken[pool], runs, strict=True):
+                pages.append(Moving(pool, position, source.slot(place, position), slot))
+            lease.loaded |= bits
         lease.asked = [asked | bits for asked, bits in zip(lease.asked, need, strict=True)]
         pages.sort(key=lambda page: page.position)
         self.copies.send(Op(LOAD, pages, lease, run))  # in one piece, so that it can be copied layer by layer
@@ -191,11 +192,12 @@ class Resuming(State):
     def _count_saved(self, lease: Lease) -> None:
         """Count the tokens and bytes that storage saved a request that resumes."""
         self.counters.used_tokens += lease.from_tiers()[2] * self.config.page_tokens
+        keys = lease.keys
         for pool, lookback in enumerate(self.lookbacks):
             used = lease.fetched[pool] & needed(lease.boundary, lookback)
             size_bytes = self.pools[pool].payload_bytes
             self.counters.used_bytes += used.bit_count() * size_bytes
-            self.governor.used([lease.key(position) for position in members(used)], size_bytes)
+            self.governor.used([keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in members(used)], size_bytes)
 
     def _verified(self, event: Verified) -> None:
         """A load's pages are being copied after their check: its lease need not wait for the copy."""

@@ -6,7 +6,7 @@ policies.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -149,7 +149,7 @@ class Run:
 
     def key(self, position: int) -> bytes:
         at = (position - self.first) * KEY_BYTES
-        return self.keys[at : at + KEY_BYTES]
+        return (self.named if at < len(self.named) else self.keys)[at : at + KEY_BYTES]
 
     def put(self, place: int, position: int, slot: int) -> None:
         """Make a position (counted from the root) resident in a slot."""
@@ -311,6 +311,16 @@ def covering(run: Run, position: int) -> Run:
         run = run.parent
     assert position < run.end
     return run
+
+
+def each_covering(run: Run, positions: Iterable[int]) -> Iterator[Run]:
+    """`covering` of each of these positions; quick where one run holds many in a row."""
+    held, found = range(0), run
+    for position in positions:
+        if position not in held:
+            found = covering(run, position)
+            held = range(found.first, found.end)
+        yield found
 
 
 def root_of(run: Run) -> Run:
