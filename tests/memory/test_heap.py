@@ -35,3 +35,24 @@ def test_malloc_arena_max_of_the_environment_is_kept() -> None:
     environment = {**os.environ, "MALLOC_ARENA_MAX": "4"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout == "False\n"
+
+
+def test_what_is_spared_from_collection_stays_and_later_cycles_are_still_collected() -> None:
+    program = """
+import gc, weakref
+from kvarve.memory.heap import spare_from_collection
+
+class Cycle:
+    def __init__(self):
+        self.it = self
+
+before = Cycle()
+gone = weakref.ref(Cycle())
+spare_from_collection()
+assert gone() is None, "garbage is not kept for ever"
+assert gc.get_freeze_count() > 1000 and not any(each is before for each in gc.get_objects())
+after = weakref.ref(Cycle())
+gc.collect()
+assert after() is None and before.it is before
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)

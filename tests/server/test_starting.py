@@ -3,6 +3,8 @@
 import logging
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,23 @@ def test_the_service_manager_hears_of_phases_readiness_and_the_end(
         "once, by one process"
     )
     assert heard[-2:] == ["STOPPING=1\nSTATUS=draining", "STOPPING=1\nSTATUS=stopping: finishing backups"]
+
+
+def test_a_server_that_is_ready_collects_no_more_what_it_was_started_with(checkpoint: Path) -> None:
+    program = f"""
+import gc, os, signal
+from pathlib import Path
+from kvarve.server.serve import run
+from kvarve.server.settings import Settings
+
+def say(text):
+    if text.startswith("kvarve serves"):
+        print(gc.get_freeze_count(), len(gc.get_objects()))
+        os.kill(os.getpid(), signal.SIGINT)
+
+run(Settings(model={str(checkpoint)!r}, port=0, page_tokens=16, chunk_tokens=64, threads=1), say)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    spared, others = map(int, done.stdout.split())
+    assert spared > 100_000 > others

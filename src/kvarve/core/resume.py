@@ -235,8 +235,15 @@ class Resuming(State):
     def _loaded(self, op: Op, outcomes: list[CopyOutcome]) -> None:
         """Pages of a load are on the device, or are being copied there after their check."""
         assert op.run is not None and op.lease is not None
-        for i, (page, good, bad) in enumerate(outcomes):
-            run = covering(op.run, page.position)
+        with self.slot_pools.offered_once():
+            self._fill(op, op.run, op.lease, outcomes)
+        if op.given:
+            op.filling = boundaries.of(page.position for i, page in enumerate(op.pages) if op.given >> i & 1)
+            self.slot_pools.pin(op.run, op.filling, tiers=op.edge[1:])
+
+    def _fill(self, op: Op, tail: Run, lease: Lease, outcomes: list[CopyOutcome]) -> None:
+        runs = each_covering(tail, (page.position for page in op.pages))
+        for i, (run, (page, good, bad)) in enumerate(zip(runs, outcomes, strict=True)):
             self.counters.loaded += good
             self.counters.bad_host += bad
             self.counters.failed += not good and not bad
@@ -246,12 +253,9 @@ class Resuming(State):
             if op.verified is not None:  # another rank may be copying a page that is bad here
                 op.given |= resident << i
             elif not resident:
-                self.slot_pools.give_back(page.pool, [page.target], op.lease.root)
+                self.slot_pools.give_back(page.pool, [page.target], lease.root)
             if any(run.bad):
                 self.backups.heal(run)
-        if op.given:
-            op.filling = boundaries.of(page.position for i, page in enumerate(op.pages) if op.given >> i & 1)
-            self.slot_pools.pin(op.run, op.filling, tiers=op.edge[1:])
 
     def _note_ends(self, lease: Lease, run: Run) -> None:
         """A lease resumes at its boundary, and its prompt branches off others and ends: others will resume there, or on

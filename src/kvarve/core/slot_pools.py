@@ -10,6 +10,7 @@ memory tier no prompt can resume through it, so it leaves the tree with all its 
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,7 @@ class SlotPools:
         self.tick = 0
         self.shape = 0  # how often runs were made, split, lengthened or dropped
         self.bad_pages = 0  # pages that are bad
+        self._entered: dict[tuple[Run, int], None] | None = None  # runs and places, of `offered_once`
 
     def place(self, tier: Tier, pool: int) -> int:
         """The index of a slot pool, or of a pool in storage, behind those of all memory tiers."""
@@ -227,8 +229,24 @@ class SlotPools:
             self.residency.moved(run, place, span(run.pages - len(slots), run.pages), entered=True)
         self._offer_all(run, place)
 
+    @contextmanager
+    def offered_once(self) -> Iterator[None]:
+        """A run of which pages become resident in this block is offered to the eviction orders at its end."""
+        assert self._entered is None
+        entered: dict[tuple[Run, int], None] = {}
+        self._entered = entered
+        try:
+            yield
+        finally:
+            self._entered = None
+        for run, place in entered:
+            self._offer_all(run, place)
+
     def _offer_all(self, run: Run, place: int) -> None:
         """A page became resident: it may be evicted, and so may its copies in other tiers now."""
+        if self._entered is not None:
+            self._entered[run, place] = None
+            return
         self._note_inside(run, place)
         self.offer(run, place)
         for other in self._others[place]:

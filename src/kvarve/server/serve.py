@@ -35,7 +35,7 @@ from kvarve.engine.model import (
 )
 from kvarve.engine.ranks import Place, Ranks, check_ranks, device_of, started, threads_of
 from kvarve.errors import Broken, ConfigError, StorageError
-from kvarve.memory.heap import bound_heaps
+from kvarve.memory.heap import bound_heaps, spare_from_collection
 from kvarve.memory.seals import seal_of
 from kvarve.metrics import parse_compat
 from kvarve.prefix_cache import PrefixCache
@@ -262,7 +262,9 @@ def follow(settings: Settings, place: Place) -> None:
     settings = replace(settings, device=device_of(settings.device, place))
     ranks = Ranks(place, place.meet(settings.alike), settings.device)
     with ranks.ended():
-        if why := _engine(settings, _model(settings, ranks), ranks).follow():
+        engine = _engine(settings, _model(settings, ranks), ranks)
+        spare_from_collection()
+        if why := engine.follow():
             raise Broken(why)
 
 
@@ -380,6 +382,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             ranks = Ranks(place, place.meet(settings.alike, listener), settings.device)
             ends.enter_context(ranks.ended())
         server = ends.enter_context(Server(settings, ranks, starting))
+        spare_from_collection()
         serving.set()
         reloading(server.edge)
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
