@@ -27,8 +27,8 @@ def bound_heaps() -> bool:
 def spare_from_collection() -> None:
     """Have the garbage collector look through none of the objects that there are now. Call it when all is loaded.
 
-    torch, transformers and a model are a million objects that stay: a full collection that walks them stops all threads
-    of a server for 0.1 to 0.4 s.
+    torch, transformers and a model are some hundred thousand objects that stay: a full collection that walks them stops
+    all threads of a server, for up to 0.4 s (measured on 2 cores).
     """
     gc.collect()
     gc.freeze()

@@ -73,8 +73,15 @@ class Server:
     storage opened.
     """
 
-    def __init__(self, settings: Settings, ranks: Ranks | None = None, starting: Starting | None = None) -> None:
-        """`ranks`: of a model that several processes compute, of which this is rank 0. `starting`: hears its phases."""
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Ranks | None = None,
+        starting: Starting | None = None,
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`ranks`: of a model that several processes compute, of which this is rank 0. `starting`: hears its phases.
+        `loaded` is called when all is loaded, before the first request."""
         self.settings, starting = settings, starting or Starting()
         check_settings(settings)
         page, chunk = settings.page_tokens, settings.chunk_tokens
@@ -113,6 +120,7 @@ class Server:
             )
             self._http = _http(app, self.connections)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
+            loaded()
             undo.pop_all()
         self.engine.start()
         self._thread.start()
@@ -381,8 +389,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             settings = replace(settings, device=device_of(settings.device, place))
             ranks = Ranks(place, place.meet(settings.alike, listener), settings.device)
             ends.enter_context(ranks.ended())
-        server = ends.enter_context(Server(settings, ranks, starting))
-        spare_from_collection()
+        server = ends.enter_context(Server(settings, ranks, starting, spare_from_collection))
         serving.set()
         reloading(server.edge)
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
