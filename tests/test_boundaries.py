@@ -1,5 +1,7 @@
 """Where a sequence may resume, against a brute force that reads like the definition."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +63,23 @@ def test_a_boundary_is_legal_exactly_when_its_needed_pages_are_here(
 @given(st.integers(0, 2**16 - 1), st.integers(1, 9))
 def test_the_pages_read_before_several_boundaries_are_those_that_any_of_them_needs(several: int, lookback: int) -> None:
     assert b.read_before(several, lookback) == b.union(b.needed(each, lookback) for each in b.members(several))
+
+
+SETS = st.integers(0, 2**12 - 1)
+
+
+@given(SETS)
+def test_spans_are_the_rows_of_a_set(bits: int) -> None:
+    rows = [*b.spans(bits)]
+    assert b.union(b.span(*row) for row in rows) == bits
+    assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(rows)), "rows do not touch"
+
+
+@given(SETS, SETS, st.integers(0, 14))
+def test_elements_have_numbers_in_their_order(bits: int, other: int, count: int) -> None:
+    elements, some = [*b.members(bits)], bits & other
+    values = [f"of {element}" for element in elements]
+    assert b.chosen(values, bits, some) == [f"of {element}" for element in b.members(some)]
+    assert b.numbered(bits, other) == b.of(each for number, each in enumerate(elements) if other >> number & 1)
+    assert [*b.members(b.first(bits, count))] == elements[:count]
+    assert [*b.members(b.last(bits, count))] == elements[max(0, len(elements) - count) :]

@@ -6,6 +6,9 @@ agree on a set by sending an int.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 
 def ones(count: int) -> int:
@@ -39,6 +42,41 @@ def of(elements: Iterable[int]) -> int:
     for element in elements:
         bits |= 1 << element
     return bits
+
+
+def spans(bits: int) -> Iterator[tuple[int, int]]:
+    """The rows of consecutive elements in a set: where each starts and stops."""
+    start = 0
+    while rest := bits >> start:
+        start += (rest & -rest).bit_length() - 1
+        stop = start + leading(bits >> start)
+        yield start, stop
+        start = stop
+
+
+def chosen(values: Sequence[Value], elements: int, some: int) -> Sequence[Value]:
+    """Of `values`, one for each element of a set in their order, those that belong to a subset."""
+    if some == elements or not some:
+        return values if some else values[:0]
+    return [value for value, element in zip(values, members(elements), strict=True) if some >> element & 1]
+
+
+def first(elements: int, count: int) -> int:
+    """The first `count` elements of a set, or all."""
+    return numbered(elements, ones(count))
+
+
+def last(elements: int, count: int) -> int:
+    """The last `count` elements of a set, or all."""
+    return elements & ~first(elements, max(0, elements.bit_count() - count))
+
+
+def numbered(elements: int, numbers: int) -> int:
+    """The elements of a set that have these numbers, counted from 0 in their order."""
+    low = elements & -elements
+    if not elements & elements + low:  # a span
+        return numbers << low.bit_length() - 1 & elements if elements else 0
+    return of(element for number, element in enumerate(members(elements)) if numbers >> number & 1)
 
 
 def union(sets: Iterable[int]) -> int:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from kvarve.boundaries import members, of
+from kvarve.boundaries import members, of, spans
 from kvarve.core.cache import Core
-from kvarve.core.residency import spans
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, extend, heads, pack
 from kvarve.model import Tier
 from kvarve.testing.world import Life, World, born, live

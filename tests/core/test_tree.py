@@ -106,7 +106,7 @@ def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[
             for place in range(2 * POOLS):
                 local = 1 << position - run.first
                 if not run.here[place] & local and dice.random() < 0.5:
-                    run.put(place, position, next(slots))
+                    run.put(place, local, [next(slots)])
                     run.bad[place] |= local if dice.random() < 0.2 else 0
                 elif run.here[place] & local and dice.random() < 0.3:
                     run.take(place, position)
@@ -130,7 +130,7 @@ def test_split_gives_the_front_to_a_new_run_and_leaves_the_tail_where_it_was() -
     tokens = pack([*range(12)])
     tail = insert(root, tokens)
     for position in range(6):
-        tail.put(0, position, 100 + position)
+        tail.put(0, 1 << position, [100 + position])
     front = tail.split(2)
     assert (front.first, front.end, tail.first, tail.end) == (0, 2, 2, 6)
     assert root.children == {tokens[:WIDTH]: front} and front.children == {tokens[2 * WIDTH : 3 * WIDTH]: tail}
@@ -151,13 +151,28 @@ def test_an_end_is_no_place_to_split_at(at: int) -> None:
 
 def test_a_page_has_one_slot_per_place() -> None:
     tail = insert(top(), pack([*range(8)]))
-    tail.put(0, 1, 7)
+    tail.put(0, 0b10, [7])
     with pytest.raises(AssertionError):
-        tail.put(0, 1, 8)
+        tail.put(0, 0b10, [8])
     assert tail.slot(0, 1) == 7
     assert tail.take(0, 1) == 7
     with pytest.raises(AssertionError):
         tail.slot(0, 1)
+
+
+def test_slots_are_put_and_read_around_gaps() -> None:
+    tail = insert(top(), pack([*range(16)]))
+    tail.put(0, 0b00110010, [1, 4, 5])
+    tail.put(0, 0b01001001, [0, 3, 6])
+    assert tail.here[0] == 0b01111011 and tail.slots_at(0, 0b01011001) == [0, 3, 4, 6]
+    assert [tail.slot(0, at) for at in (0, 1, 3, 4, 5, 6)] == [0, 1, 3, 4, 5, 6]
+    for absent in (0b100, 0b10000000):
+        with pytest.raises(AssertionError):
+            tail.slots_at(0, absent)
+    for wrong in ((0b1000100, [2, 6]), (1 << 8, [8]), (0b100, [2, 7])):
+        with pytest.raises(AssertionError):
+            tail.put(0, *wrong)
+    assert tail.here[0] == 0b01111011 and tail.slots_at(0, 0b01111011) == [0, 1, 3, 4, 5, 6]
 
 
 def test_a_trimmed_run_forgets_its_tail_and_can_be_lengthened_again() -> None:
@@ -165,13 +180,13 @@ def test_a_trimmed_run_forgets_its_tail_and_can_be_lengthened_again() -> None:
     tokens, other = pack([*range(12)]), pack([*range(6), 99, 99, 99, 99])
     tail = insert(root, tokens)
     for position in range(3):
-        tail.put(1, position, position)
+        tail.put(1, 1 << position, [position])
     tail.stored[0] = 0b111111
     tail.trim(3)
     assert tail.end == 3 and tail.stored[0] == 0b111 and walk(root, tokens)[1] == 3
     assert insert(root, other) is tail and tail.end == 5
     assert [tail.slot(1, position) for position in range(3)] == [0, 1, 2]
-    tail.put(1, 4, 9)
+    tail.put(1, 1 << 4, [9])
     assert tail.slot(1, 4) == 9
 
 

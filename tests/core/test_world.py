@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from itertools import count
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvarve.boundaries import members
 from kvarve.core.backups import Backups
 from kvarve.core.cache import Core
 from kvarve.core.copies import STORE, Copies
@@ -159,7 +160,7 @@ def forget_to_pin_what_is_stored(broken: pytest.MonkeyPatch) -> None:
 
     def send(copies: Copies, op: Any) -> None:
         honest(copies, op)
-        if op.run is not None and op.edge == STORE and len(op.pages) > 1:
+        if op.run is not None and op.edge == STORE and op.page_count > 1:
             copies._slot_pools.unpin(op.run, op.pinned, tiers=op.edge[:1])
             op.pinned = 0
 
@@ -170,12 +171,13 @@ def mix_up_two_pages(broken: pytest.MonkeyPatch) -> None:
     """All that is counted stays right: only the bytes of two pages change places."""
     honest = Backups.make_resident
 
-    def make_resident(backups: Backups, run: Run, place: int, position: int, slot: int) -> bool:
-        settled = honest(backups, run, place, position, slot)
-        table, local = run.slots[place], position - run.first
-        if settled and table is not None and local and table[local - 1] >= 0 and position % 5 == 4:
-            table[local], table[local - 1] = table[local - 1], table[local]
-        return settled
+    def make_resident(backups: Backups, run: Run, place: int, local: int, slots: Sequence[int]) -> int:
+        taken = honest(backups, run, place, local, slots)
+        table = run.slots[place]
+        for at in members(taken & ~1):
+            if table is not None and table[at - 1] >= 0 and (run.first + at) % 5 == 4:
+                table[at], table[at - 1] = table[at - 1], table[at]
+        return taken
 
     broken.setattr(Backups, "make_resident", make_resident)
 
@@ -199,7 +201,7 @@ def end_a_copy_twice(broken: pytest.MonkeyPatch) -> None:
 
     def end(copies: Copies, number: int) -> Any:
         op = honest(copies, number)
-        if op is not None and len(op.pages) > 2:
+        if op is not None and op.page_count > 2:
             copies.ops[number] = op
             op.run, op.pinned = None, 0
         return op

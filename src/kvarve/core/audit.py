@@ -110,8 +110,8 @@ def _audit_slots(core: Core, runs: list[Run]) -> None:
                     owned[tiers.index(tier) * pools + pool].extend(slots.values())
     for op in core.copies.ops.values():
         if op.edge[1] in tiers and op.edge[0] != op.edge[1]:
-            for i, page in enumerate(op.pages):
-                if not op.given >> i & 1:
+            for page in op.pages():
+                if not op.given.get(page.pool, 0) >> page.position & 1:
                     owned[tiers.index(op.edge[1]) * pools + page.pool].append(page.target)
     for run in runs:
         for place, (here, table) in enumerate(zip(run.here, run.slots, strict=True)):
@@ -171,11 +171,11 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
     coming: dict[tuple[int, int], int] = {}
     for op in core.copies.ops.values():
         if op.edge == (Tier.STORAGE, Tier.HOST):
-            for page in op.pages:
+            for page in op.pages():
                 fetching[page.pool] += op.counts
         elif op.edge[1] > op.edge[0] and op.lease is None:
-            down += len(op.pages) * op.counts
-            for page in op.pages:
+            down += op.page_count * op.counts
+            for page in op.pages():
                 storing[page.pool] += op.counts and op.edge[1] is Tier.STORAGE
                 staging[page.pool] += op.onward
                 run = op.run
@@ -247,8 +247,8 @@ def _audit_shares(core: Core, runs: list[Run]) -> dict[tuple[bytes, int], int]:
                     has[lease.root, tiers.index(tier) * pools + pool] += len(slots)
     for op in core.copies.ops.values():
         source, target = op.edge
-        for i, page in enumerate(op.pages):
-            if source != target and target in tiers and not op.given >> i & 1:
+        for page in op.pages():
+            if source != target and target in tiers and not op.given.get(page.pool, 0) >> page.position & 1:
                 root = _salt(op.run) if op.run is not None else op.lease.root if op.lease is not None else b""
                 has[root, tiers.index(target) * pools + page.pool] += 1
             if op.leaving and op.run is not None:

@@ -10,16 +10,17 @@ whose copies fail too often while others succeed is quarantined, and retried lat
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvarve.boundaries import members, of, union
-from kvarve.core.copies import BACKUP, STORE, CopyOutcome, Edge, Moving, Op
+from kvarve.boundaries import chosen, first, last, leading, members, of, ones, union
+from kvarve.core.copies import BACKUP, STORE, Edge, Op, Part, PartOutcome
 from kvarve.core.governor import Governor
 from kvarve.core.host_share import HostShare
 from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import HORIZON_HOSTS
-from kvarve.core.tree import NOWHERE, Run, covering, root_of
+from kvarve.core.tree import NOWHERE, Run, covering, downward, root_of, upward
 from kvarve.model import MEMORY_TIERS, Tier
 
 if TYPE_CHECKING:
@@ -70,12 +71,11 @@ class Backups:
         """A store's storage is down, so its pages may be sent again; if it is `gone`, its share of the host is free for
         the next storage. The store still reads its source slots until it has ended."""
         assert op.run is not None
-        for page in op.pages:
-            if not op.void:
-                run = covering(op.run, page.position)
-                run.coming[self._storage(page.pool)] &= ~(1 << page.position - run.first)
+        for part in op.parts:
+            for run, local in upward(op.run, part.positions) if not op.void else ():
+                run.coming[self._storage(part.pool)] &= ~local
             if gone and op.counts:
-                self.storing[page.pool] -= 1
+                self.storing[part.pool] -= part.positions.bit_count()
 
     def waits(self) -> bool:
         """Whether the next steps will send a copy: not while the host lacks slots, nor once storage has failed
@@ -169,24 +169,25 @@ class Backups:
         going_on = self.state.now < self.room_since + ROOM_S
         return going_on and any(op.leaving and not op.void for op in self.copies.ops.values())
 
-    def make_resident(self, run: Run, place: int, position: int, slot: int) -> bool:
-        """Make a page resident. False, and the slot stays the caller's, if a good copy or one that is being read is
-        resident, or if its chain's parent is not."""
-        slot_pools, local = self.slot_pools, position - run.first
-        if run.here[place] >> local & 1:
-            if not run.bad[place] >> local & 1 or self.copies.reads(place, run.slot(place, position)):
-                return False
-            slot_pools.leave(run, place, position)  # the good copy replaces it
-        on_device = slot_pools.tier(place) is Tier.DEVICE
-        has_parent = position > 0 and on_device and slot_pools.is_chain(place)
-        if has_parent and not self._on(run, place, position - 1):
-            return False
-        slot_pools.make_resident(run, place, position, slot)
-        if on_device:
-            run.backed_up_since_use[place] &= ~(1 << local)
+    def make_resident(self, run: Run, place: int, local: int, slots: Sequence[int]) -> int:
+        """Make pages resident at local positions of a run, in these slots, in order. Returns the positions at which it
+        did; the other slots stay the caller's, as a good copy or one that is being read is resident there, or the
+        chain's parent is not."""
+        slot_pools = self.slot_pools
+        for at in members(local & run.bad[place]):
+            if not self.copies.reads(place, run.slot(place, run.first + at)):
+                slot_pools.leave(run, place, run.first + at)  # the good copy replaces it
+        new, on_device = local & ~run.here[place], slot_pools.tier(place) is Tier.DEVICE
+        if on_device and slot_pools.is_chain(place):
+            rests = not run.first or run.here[place] & 1 or self._on(run, place, run.first - 1)
+            new &= ones(leading(run.here[place] | new)) if rests else 0
+        if new:
+            slot_pools.make_resident(run, place, new, chosen(slots, local, new))
+        if new and on_device:
+            run.backed_up_since_use[place] &= ~new
             if any(run.bad):
                 self.heal(run)
-        return True
+        return new
 
     def heal(self, run: Run) -> None:
         """Drop bad host pages of which the device has good copies, and mark them for a new backup."""
@@ -219,35 +220,36 @@ class Backups:
 
     # --- copies that have ended
 
-    def ended(self, op: Op, tail: Run, outcomes: list[CopyOutcome]) -> None:
+    def ended(self, op: Op, tail: Run, outcomes: list[PartOutcome]) -> None:
         """A backup or store has ended; `tail` is its deepest run."""
         target = op.edge[1]
         if target is Tier.HOST:
-            self.to_host -= len(op.pages)
+            self.to_host -= op.page_count
         self.blocked = [False, False]  # the host may evict its sources now, or has pages to store
         excused = target is Tier.STORAGE and not op.void and self._storage_answered(outcomes)
         touched: dict[Run, bool] = {}
-        for page, good, bad in outcomes:
-            run = covering(tail, page.position)
-            local = 1 << page.position - run.first
-            place = self.slot_pools.place(target, page.pool)
-            if not op.void:
-                run.coming[place] &= ~local
-            touched[run] = touched.get(run, True) and good
+        for outcome in outcomes:
+            (pool, positions, _, targets), good, bad = outcome
+            self.counters.failed += outcome.lost.bit_count()
             if target is Tier.STORAGE:
-                self.storing[page.pool] -= op.counts
-                if good:
-                    self._stored(run, page, op.void)
-                if bad:  # the host's copy failed its check: it must not become a source again
-                    self.counters.bad_host += 1
-                    self.slot_pools.mark_bad(run, self._host(page.pool), page.position)
+                self.storing[pool] -= positions.bit_count() * op.counts
+                self.counters.bad_host += bad.bit_count()
             else:
-                self.staging[page.pool] -= op.onward
-                self.counters.backed_up += good
-                run.backed_up_since_use[page.pool] |= local if good else 0
-                if not good or not self.make_resident(run, place, page.position, page.target):
-                    self.slot_pools.give_back(place, [page.target], root_of(run).named)
-            self.counters.failed += not good
+                self.staging[pool] -= positions.bit_count() * op.onward
+                self.counters.backed_up += good.bit_count()
+            for run, local, slots in downward(tail, positions, targets):
+                here, place = good >> run.first & local, self.slot_pools.place(target, pool)
+                touched[run] = touched.get(run, True) and here == local
+                if not op.void:
+                    run.coming[place] &= ~local
+                if target is Tier.STORAGE:
+                    self._stored(run, pool, here, op.void)
+                    # The host's copies that failed their check must not become sources again.
+                    self.slot_pools.mark_bad(run, self._host(pool), bad >> run.first & local)
+                else:
+                    run.backed_up_since_use[pool] |= here
+                    taken = self.make_resident(run, place, here, chosen(slots, local, here))
+                    self.slot_pools.give_back(place, chosen(slots, local, local & ~taken), root_of(run).named)
         for run, good in touched.items():
             if target is Tier.STORAGE and self.busy.pop(run, None) is not None:
                 self.pending_store[run] = None
@@ -264,7 +266,7 @@ class Backups:
         if op.leaving and not op.void:
             self.room_since = self.state.now
         if op.leaving:
-            self._evict_copied(op, tail, [page for page, good, _ in outcomes if good])
+            self._evict_copied(op, tail, outcomes)
 
     def _quarantine_run(self, run: Run) -> None:
         """A run's retry budget is spent: take it out of the queues for a while."""
@@ -284,23 +286,23 @@ class Backups:
             run.failed_backups = RETRY_BUDGET - 1
             self.mark_dirty(run)  # ends its quarantine
 
-    def _stored(self, run: Run, page: Moving, void: bool) -> None:
-        self.counters.stored += 1
-        size_bytes = self.state.config.pools[page.pool].payload_bytes
-        self.counters.stored_bytes += size_bytes
-        if not void:
-            self.slot_pools.store(run, page.pool, 1 << page.position - run.first)
+    def _stored(self, run: Run, pool: int, local: int, void: bool) -> None:
+        size_bytes = self.state.config.pools[pool].payload_bytes
+        self.counters.stored += local.bit_count()
+        self.counters.stored_bytes += local.bit_count() * size_bytes
+        if local and not void:
+            self.slot_pools.store(run, pool, local)
             paused = self.governor.paused
-            if not run.wanted:  # which says nothing about the policies
-                self.governor.stored(run, run.key(page.position), size_bytes)
+            for at in members(local) if not run.wanted else ():  # which says nothing about the policies
+                self.governor.stored(run, run.key(run.first + at), size_bytes)
             if paused and not self.governor.paused:  # runs that it held back may be stored now
                 self.mark_all_dirty()
 
-    def _storage_answered(self, outcomes: list[CopyOutcome]) -> bool:
+    def _storage_answered(self, outcomes: list[PartOutcome]) -> bool:
         """Start or end the back-off of stores by how one of them ended. True if its failure does not count against the
         runs' retry budgets, since storage was failing before."""
         any_good = any(good for _, good, _ in outcomes)
-        if all(good or bad for _, good, bad in outcomes):
+        if not any(outcome.lost & ~outcome.bad for outcome in outcomes):
             if any_good:
                 self.failures, self.back_off_until = 0, self.state.now
             return False
@@ -318,17 +320,18 @@ class Backups:
         """Whether copies to the attached storage are in flight."""
         return any(self.staging) or any(op.edge == STORE and not op.void for op in self.copies.ops.values())
 
-    def _evict_copied(self, op: Op, tail: Run, pages: list[Moving]) -> None:
+    def _evict_copied(self, op: Op, tail: Run, outcomes: list[PartOutcome]) -> None:
         """The copies that an eviction waited for have landed: drop their source pages, unless they are pinned again."""
-        for page in sorted(pages, key=lambda page: -page.position):
-            place, run = self.slot_pools.place(op.edge[0], page.pool), tail
-            while run.first > page.position and run.parent is not None:
+        copied = [(position, part.pool) for part, good, _ in outcomes for position in members(good)]
+        for position, pool in sorted(copied, key=lambda page: -page[0]):
+            place, run = self.slot_pools.place(op.edge[0], pool), tail
+            while run.first > position and run.parent is not None:
                 run = run.parent
-            local = 1 << page.position - run.first
-            host = self._host(page.pool)
-            kept = run.stored[page.pool] if op.edge == STORE else run.here[host] & ~run.bad[host]
-            if page.position < run.end and kept & local:
-                self.slot_pools.drop(run, place, page.position)
+            local = 1 << position - run.first
+            host = self._host(pool)
+            kept = run.stored[pool] if op.edge == STORE else run.here[host] & ~run.bad[host]
+            if position < run.end and kept & local:
+                self.slot_pools.drop(run, place, position)
 
     # --- sending
 
@@ -447,45 +450,46 @@ class Backups:
         else:
             self.counters.dropped_unpaying += lost
 
-    def _send(self, run: Run, edge: Edge, wanted: list[int], leaving: bool, onward: bool = False) -> list[Moving]:
-        """Start copying local positions of a run, by pool, down one tier; returns the pages that are in flight.
+    def _send(self, run: Run, edge: Edge, wanted: list[int], leaving: bool, onward: bool = False) -> int:
+        """Start copying local positions of a run, by pool, down one tier; returns those of which a copy has begun.
 
         `leaving`: an eviction waits for them; `onward`: they go on to storage.
         """
         held = union(wanted)
         # Checked here, as an eviction on the way may have sent a store.
         if not held or (edge == STORE and self.backing_off()):
-            return []
+            return 0
         # Reserving targets must not evict the sources, nor the host pages that a backup's chain needs before it.
         tiers = MEMORY_TIERS if edge == BACKUP and not onward else edge[:1]
         self.slot_pools.pin(run, held << run.first, tiers=tiers)
-        pages: list[Moving] = []
+        parts, begun = list[Part](), 0
         most_bytes = self._most_bytes(edge, wanted)
         for pool, bits in enumerate(wanted):
-            source = self.slot_pools.place(edge[0], pool)
-            most = bits.bit_count() if leaving else self._may_join(pages, most_bytes, edge, pool, onward)
-            positions = [run.first + local for local in members(bits)]
-            # Evictions take a run from the tail, backups from the front.
-            positions = positions[::-1][:most] if leaving else positions[:most]
+            most = bits.bit_count() if leaving else self._may_join(parts, most_bytes, edge, pool, onward)
             if onward or edge == STORE:
-                positions = positions[: self.host_share.left(pool, self.storing, self.staging)]
+                most = min(most, self.host_share.left(pool, self.storing, self.staging))
+            most = min(most, bits.bit_count())
             if edge == BACKUP:
-                targets = self.slot_pools.reserve(self._host(pool), len(positions), root_of(run).named)
+                targets = self.slot_pools.reserve(self._host(pool), most, root_of(run).named)
                 self.staging[pool] += len(targets) if onward else 0
             else:
-                targets = [NOWHERE] * len(positions)
-                self.storing[pool] += len(targets)
-            for position, slot in zip(positions, targets, strict=False):
-                pages.append(Moving(pool, position, run.slot(source, position), slot))
-        if pages:
-            self.to_host += len(pages) if edge == BACKUP else 0
+                targets = [NOWHERE] * most
+                self.storing[pool] += most
+            # Evictions take a run from the tail, backups from the front.
+            local = last(bits, len(targets)) if leaving else first(bits, len(targets))
+            if local:
+                sources = run.slots_at(self.slot_pools.place(edge[0], pool), local)
+                parts.append(Part(pool, local << run.first, sources, targets))
+                run.coming[self.slot_pools.place(edge[1], pool)] |= local
+                begun |= local
+        if parts:
+            op = Op(edge, parts, run=run, leaving=leaving, onward=onward)
+            self.to_host += op.page_count if edge == BACKUP else 0
             if leaving and not any(op.leaving and not op.void for op in self.copies.ops.values()):
                 self.room_since = self.state.now
-            for page in pages:
-                run.coming[self.slot_pools.place(edge[1], page.pool)] |= 1 << page.position - run.first
-            self.copies.send(Op(edge, pages, run=run, leaving=leaving, onward=onward))
+            self.copies.send(op)
         self.slot_pools.unpin(run, held << run.first, tiers=tiers)
-        return pages
+        return begun
 
     def _most_bytes(self, edge: Edge, wanted: list[int]) -> int:
         """How many bytes a copy of these local positions, by pool, may have. A small rest, such as the state behind
@@ -495,13 +499,16 @@ class Backups:
         whole = sum(bits.bit_count() * pool.payload_bytes for bits, pool in zip(wanted, config.pools, strict=True))
         return whole if whole <= most + most // 4 else most
 
-    def _may_join(self, pages: list[Moving], most_bytes: int, edge: Edge, pool: int, onward: bool) -> int:
+    def _may_join(self, parts: list[Part], most_bytes: int, edge: Edge, pool: int, onward: bool) -> int:
         """How many pages of a pool may join these in one copy: up to a batch, or more while their bytes are few."""
         config, size_bytes = self.state.config, self.state.config.pools[pool].payload_bytes
+        pages = sum(len(part.targets) for part in parts)
         for_storage = sum(self.storing) + sum(self.staging)  # with these
-        in_flight = for_storage if onward or edge == STORE else self.to_host + len(pages)
-        fit = (most_bytes - sum(config.pools[page.pool].payload_bytes for page in pages)) // size_bytes
-        return max(0, config.batch_pages - len(pages), min(config.backup_pages - in_flight, fit))
+        in_flight = for_storage if onward or edge == STORE else self.to_host + pages
+        fit = (
+            most_bytes - sum(len(part.targets) * config.pools[part.pool].payload_bytes for part in parts)
+        ) // size_bytes
+        return max(0, config.batch_pages - pages, min(config.backup_pages - in_flight, fit))
 
     def rescue(self, run: Run, place: int, lost: int, stuck: int) -> int | None:
         """Pages about to be evicted from memory: under write-back, and where pages that stay rest on them, copy them
@@ -518,7 +525,7 @@ class Backups:
             return 0
         taken = run.coming[self._host(pool)] | self._bad_in_use(run, pool)  # no second copy to the host would be kept
         wanted = [want & ~taken if each == pool else 0 for each in self.pools]
-        moving = _positions(run, self._send(run, BACKUP, wanted, leaving=True))
+        moving = self._send(run, BACKUP, wanted, leaving=True)
         # While the host frees slots, pages that found none yet stay rather than being lost.
         return want if self.leaving() else moving
 
@@ -528,12 +535,12 @@ class Backups:
         hosts = [self._host(each) for each in self.pools]
         # Once per use here too: pages that evict each other from the host would be backed up for ever.
         above = [bits & self._for_host(run, each) for each, bits in zip(self.pools, going, strict=True)]
-        waiting = _positions(run, self._send(run, BACKUP, above, leaving=False))
+        waiting = self._send(run, BACKUP, above, leaving=False)
         below = [
             bits & ~waiting & run.here[host] & ~run.bad[host] & ~run.stored[each] & ~run.coming[self._storage(each)]
             for each, host, bits in zip(self.pools, hosts, going, strict=True)
         ]
-        return lost & (waiting | _positions(run, self._send(run, STORE, below, leaving=True)))
+        return lost & (waiting | self._send(run, STORE, below, leaving=True))
 
     def evict_ahead(self) -> None:
         """Under write-back, evict before slots are needed: a slot is free only once its page has been copied."""
@@ -546,15 +553,9 @@ class Backups:
                 continue
             short = self.slot_pools.committed(place) // 8 - self.slot_pools.unused(place)
             coming = sum(
-                page.pool == pool
+                op.of_pool(pool).bit_count()
                 for op in self.copies.ops.values()
                 if op.leaving and not op.void and op.edge[0] is tier
-                for page in op.pages
             )
             if short > coming:
                 self.slot_pools.evict(place, short - coming)
-
-
-def _positions(run: Run, pages: list[Moving]) -> int:
-    """The local positions of pages of a run."""
-    return of(page.position - run.first for page in pages)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvarve import boundaries
 from kvarve.boundaries import deepest, ones
-from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, CopyOutcome, Op
+from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, Op, PartOutcome
 from kvarve.core.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.growth import Growing
 from kvarve.core.hot import Hot, HotPrefix
@@ -21,7 +21,6 @@ from kvarve.core.lease import WAITS_FOR, Cause, Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
 from kvarve.core.reasons import Reason, explain
 from kvarve.core.residency import Residency
-from kvarve.core.resume import outcomes_of
 from kvarve.core.tree import same_pages, upward, walk
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
@@ -348,7 +347,7 @@ class Core(Growing):
             lease.ops.discard(end.op)
             if waited and op.edge in (PROBE, FETCH):
                 self.prefetch.began(lease)  # at the latest
-        outcomes = outcomes_of(op, end)
+        outcomes = op.outcomes(end)
         if op.edge == PROBE:
             if lease is not None and waited and self.prefetch.answered(lease, outcomes):
                 self._fetch(lease)
@@ -369,7 +368,7 @@ class Core(Growing):
         self._ended(end.op, op)
         return op
 
-    def _backed_up(self, op: Op, outcomes: list[CopyOutcome]) -> None:
+    def _backed_up(self, op: Op, outcomes: list[PartOutcome]) -> None:
         """A backup or store has ended."""
         assert op.run is not None
         self.backups.ended(op, op.run, outcomes)

@@ -1,14 +1,15 @@
 """Copies in flight: the pages that each one moves, its lease, and its pins until it has ended."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvarve import boundaries
-from kvarve.boundaries import deepest
-from kvarve.core.effects import Copy, Effect, Hurry, Page, Probe
+from kvarve.boundaries import deepest, members, numbered, ones, span, union
+from kvarve.core.effects import Copy, Effect, Ended, Hurry, Page, Probe, Verified
 from kvarve.core.lease import Lease
-from kvarve.core.tree import Run, covering, each_covering, root_of
+from kvarve.core.tree import Run, covering, keys_of, root_of
 from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
@@ -24,6 +25,29 @@ BACKUP: Edge = (Tier.DEVICE, Tier.HOST)
 STORE: Edge = (Tier.HOST, Tier.STORAGE)
 
 
+class Part(NamedTuple):
+    """The pages of one pool in a copy: their positions (bits), and by ascending position the slots at both ends."""
+
+    pool: int
+    positions: int
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+
+class PartOutcome(NamedTuple):
+    """How the copy of a part ended: the positions that arrived (`good`), and those whose bytes failed their check
+    (`bad`)."""
+
+    part: Part
+    good: int
+    bad: int
+
+    @property
+    def lost(self) -> int:
+        """The positions that did not arrive."""
+        return self.part.positions & ~self.good
+
+
 class Moving(NamedTuple):
     """One page of a copy in flight: pool, position, and the slots at both ends."""
 
@@ -33,41 +57,80 @@ class Moving(NamedTuple):
     target: int
 
 
-class CopyOutcome(NamedTuple):
-    """How a page's copy ended: it arrived (`good`), its bytes failed their check (`bad`), or neither."""
-
-    page: Moving
-    good: bool
-    bad: bool
-
-
-def note_bad(lease: Lease, outcomes: Iterable[CopyOutcome]) -> None:
+def note_bad(lease: Lease, outcomes: Iterable[PartOutcome]) -> None:
     """A lease waited for these pages; some failed their check."""
-    for page, _, bad in outcomes:
-        lease.bad[page.pool] |= bad << page.position
+    for part, _, bad in outcomes:
+        lease.bad[part.pool] |= bad
 
 
 @dataclass
 class Op:
-    """A copy or probe in flight. Until it has ended it owns its target slots and pins its sources in their tier.
+    """A copy or probe in flight, one part for each pool that it moves pages of. Until it has ended it owns its target
+    slots and pins its sources in their tier.
 
     A load that has been `verified` gives target slots to the tree before it has ended, and pins their pages meanwhile.
     """
 
     edge: Edge
-    pages: list[Moving]
+    parts: Sequence[Part]
     lease: Lease | None = None
     run: Run | None = None
     named: bytes = b""  # of a lease's pages from storage: the keys of its prompt when the copy was sent
     pinned: int = 0
-    verified: int | None = None  # of a load: the pages (bits) that are being copied after their check
-    given: int = 0  # pages (bits) whose target slots it does not own any more
+    verified: int | None = None  # of a load: the pages (bits, by number) that are being copied after their check
+    given: dict[int, int] = field(default_factory=dict)  # by pool, positions whose target slots it owns no longer
     filling: int = 0  # positions that it pins on the device until they have been copied
     wait_s: float = 0.0  # how long its lease waits for it to begin
     leaving: bool = False  # an eviction that waits for its copy
     onward: bool = False  # a copy to the host of pages that go on to storage
     void: bool = False  # its storage has been detached, or was down
     counts: bool = True  # towards the share of the host; not once its storage has been detached
+
+    @property
+    def page_count(self) -> int:
+        return sum(part.positions.bit_count() for part in self.parts)
+
+    def of_pool(self, pool: int) -> int:
+        """The positions of its pages of a pool."""
+        return union(part.positions for part in self.parts if part.pool == pool)
+
+    def owned(self, part: Part) -> int:
+        """The positions of a part whose target slots it still owns."""
+        return part.positions & ~self.given.get(part.pool, 0)
+
+    def pages(self) -> Iterator[Moving]:
+        """One by one, in the order in which the effect has them."""
+        for part in self.parts:
+            yield from map(Moving, repeat(part.pool), members(part.positions), part.sources, part.targets)
+
+    def outcomes(self, event: Verified | Ended) -> list[PartOutcome]:
+        """How each part was verified, or ended."""
+        found, at = list[PartOutcome](), 0
+        for part in self.parts:
+            count = part.positions.bit_count()
+            good, bad = (numbered(part.positions, bits >> at & ones(count)) for bits in (event.good, event.bad))
+            found.append(PartOutcome(part, good, bad))
+            at += count
+        return found
+
+
+def batches(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
+    """Cut a copy into several of `most` pages, the first positions first. All pages of a position stay together."""
+    cuts, count, last = [0], 0, -1
+    for position in merge(*[members(part.positions) for part in parts]):
+        if count >= most and position > last:
+            cuts.append(position)
+            count = 0
+        count, last = count + 1, position
+    at = [0] * len(parts)
+    for start, stop in pairwise([*cuts, last + 1] if count else ()):
+        batch = list[Part]()
+        for i, part in enumerate(parts):
+            here = part.positions & span(start, stop)
+            begin, at[i] = at[i], at[i] + here.bit_count()
+            if here:
+                batch.append(Part(part.pool, here, part.sources[begin : at[i]], part.targets[begin : at[i]]))
+        yield batch
 
 
 class Copies:
@@ -88,23 +151,28 @@ class Copies:
         if op.lease is not None and op.edge != BACKUP:  # no request waits for pages that an engine saves
             op.lease.ops.add(self.sent)
         if op.run is not None:
-            op.pinned = boundaries.of(page.position for page in op.pages)
+            op.pinned = union(part.positions for part in op.parts)
             op.run = covering(op.run, deepest(op.pinned))
             self._slot_pools.pin(op.run, op.pinned, tiers=op.edge[:1])  # its target slots are its own
-            positions = [page.position for page in op.pages]
-            keys = [run.key(at) for run, at in zip(each_covering(op.run, positions), positions, strict=True)]
             root = root_of(op.run).named
         else:
             assert op.lease is not None
-            op.named = named = op.lease.keys
-            keys = [named[page.position * KEY_BYTES : (page.position + 1) * KEY_BYTES] for page in op.pages]
-            root = op.lease.root
-        pages = tuple(Page(page.pool, key, page.source, page.target) for page, key in zip(op.pages, keys, strict=True))
+            op.named, root = op.lease.keys, op.lease.root
+        pages = tuple(chain.from_iterable(self._pages(op, part) for part in op.parts))
         if op.edge == PROBE:
             self.effects.append(Probe(self.sent, pages, root, op.wait_s))
         else:
             urgent = op.edge == FETCH and op.lease is not None and op.lease.claimed
             self.effects.append(Copy(self.sent, *op.edge, pages, root, op.wait_s, urgent))
+
+    def _pages(self, op: Op, part: Part) -> Iterator[Page]:
+        """The pages of a part, as an effect has them."""
+        if op.run is not None:
+            keys = keys_of(op.run, part.positions)
+        else:
+            keys = [op.named[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in members(part.positions)]
+        assert len(keys) == len(part.sources) == len(part.targets), "a slot at both ends for each page"
+        return map(Page, repeat(part.pool), keys, part.sources, part.targets)
 
     def hurry(self, lease: Lease) -> None:
         """A lease has been claimed: its copies from storage are urgent from now on."""
@@ -123,8 +191,8 @@ class Copies:
         """Whether a copy in flight reads a slot of a memory tier."""
         tier, pool = self._slot_pools.tier(place), place % len(self._slot_pools.pools)
         return any(
-            page.source == slot and page.pool == pool
+            part.pool == pool and slot in part.sources
             for op in self.ops.values()
             if op.edge[0] is tier
-            for page in op.pages
+            for part in op.parts
         )

@@ -28,10 +28,9 @@ class Headroom:
         for op in core.copies.ops.values():
             if op.run is not None:
                 self._hold(op.run)
-            if op.edge == LOAD:
-                for i, page in enumerate(op.pages):
-                    if page.pool in self._chains and not op.given >> i & 1:
-                        self.loose[self._chains.index(page.pool)] -= 1
+            for part in op.parts if op.edge == LOAD else ():
+                if part.pool in self._chains:
+                    self.loose[self._chains.index(part.pool)] -= op.owned(part).bit_count()
         for stuck in self._stuck.values():
             for i, pages in enumerate(stuck):
                 self.loose[i] -= pages
@@ -65,9 +64,8 @@ class Headroom:
             for pool, slots in enumerate(lease.own):
                 busy[pool] += len(slots)
         for op in core.copies.ops.values():
-            if op.edge == LOAD:
-                for i, page in enumerate(op.pages):
-                    busy[page.pool] += not op.given >> i & 1
+            for part in op.parts if op.edge == LOAD else ():
+                busy[part.pool] += op.owned(part).bit_count()
         return sum(
             max(0, min(slots, owned) - least)
             for pool, (slots, owned, least) in enumerate(zip(busy, extents.owned, extents.cut.least, strict=True))
@@ -92,9 +90,9 @@ class Headroom:
             at += run.pages
             if same < run.pages:
                 break
-        copies = [self._core.copies.ops[op] for op in lease.ops]
-        coming = [page.pool for copy in copies if copy.edge == LOAD for page in copy.pages]
-        return [max(0, upto - pages - coming.count(pool)) for pages, pool in zip(have, self._chains, strict=True)]
+        loads = [op for number in lease.ops if (op := self._core.copies.ops[number]).edge == LOAD]
+        coming = [sum(op.of_pool(pool).bit_count() for op in loads) for pool in self._chains]
+        return [max(0, upto - pages - more) for pages, more in zip(have, coming, strict=True)]
 
 
 class Demand(NamedTuple):

@@ -70,8 +70,8 @@ def pinned(core: "Core") -> list[int]:
     for op in core.copies.ops.values():
         hold(op.run)
         if op.edge[1] in slot_pools.memory:
-            for i, page in enumerate(op.pages):
-                counts[slot_pools.place(op.edge[1], page.pool)] += not op.given >> i & 1
+            for part in op.parts:
+                counts[slot_pools.place(op.edge[1], part.pool)] += op.owned(part).bit_count()
     for pages in stuck.values():
         for place, bits in enumerate(pages):
             counts[place] += bits.bit_count()

@@ -7,15 +7,14 @@ and sizes. Blocks that a copy uses are the engine's again when `released` names 
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 
-from kvarve.boundaries import deepest, leading, needed, of, ones, span
+from kvarve.boundaries import chosen, deepest, leading, members, needed, of, ones, span, union
 from kvarve.core.cache import Core
-from kvarve.core.copies import BACKUP, LOAD, CopyOutcome, Moving, Op
+from kvarve.core.copies import BACKUP, LOAD, Op, Part, PartOutcome, batches
 from kvarve.core.effects import Ended, Release
 from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.settings import CoreConfig
-from kvarve.core.tree import covering, upward
+from kvarve.core.tree import slots_of, upward
 from kvarve.model import Tier
 
 IN_HOST = (Tier.HOST,)
@@ -45,14 +44,18 @@ class EngineCore(Core):
         lease.move(Cause.LOAD)
         lease.deadline = self.now + self.config.load_deadline_s
         lease.asked = [asked | offered for asked, offered in zip(lease.asked, lease.offered, strict=True)]
-        pages = []
-        for pool, handles in enumerate(targets):
-            place = self.slot_pools.place(Tier.HOST, pool)
-            for position, handle in handles.items():
-                pages.append(Moving(pool, position, covering(lease.run, position).slot(place, position), handle))
-                lease.loaded |= 1 << position
-        pages.sort(key=lambda page: page.position)
-        self.copies.send(Op(LOAD, pages, lease, lease.run))
+        lease.loaded |= union(lease.offered)
+        parts = [
+            Part(
+                pool,
+                lease.offered[pool],
+                slots_of(lease.run, self.slot_pools.place(Tier.HOST, pool), lease.offered[pool]),
+                [handle for _, handle in sorted(handles.items())],
+            )
+            for pool, handles in enumerate(targets)
+            if handles
+        ]
+        self.copies.send(Op(LOAD, parts, lease, lease.run))
 
     def save(self, lease: Lease, pages: Sequence[Mapping[int, int]]) -> list[int]:
         """Copy pages of a ready lease's sequence out of the engine's blocks: by pool, a handle for each position.
@@ -63,10 +66,13 @@ class EngineCore(Core):
         """
         assert lease.phase is Phase.READY
         kept = self._kept(lease)
-        arriving = {(page.pool, page.target) for op in self.copies.ops.values() if op.edge == LOAD for page in op.pages}
+        arriving: list[set[int]] = [set() for _ in pages]
+        for op in self.copies.ops.values():
+            for part in op.parts if op.edge == LOAD else ():
+                arriving[part.pool].update(part.targets)
         there = [
-            of(at for at, handle in handles.items() if (pool, handle) not in arriving)
-            for pool, handles in enumerate(pages)
+            of(at for at, handle in handles.items() if handle not in coming)
+            for handles, coming in zip(pages, arriving, strict=True)
         ]
         # The tokens of an unfinished chunk still get other names (`bind_to_chunk`).
         whole = lease.pages // self.grid * self.grid
@@ -85,22 +91,15 @@ class EngineCore(Core):
             if lookback is not None:
                 taken[pool] = self.paths.slots_for(lease, places[pool], wanted[pool] & ones(end), end)
         self.slot_pools.unpin(run, 0, self.paths.ends(known), IN_HOST)
-        moving = []
-        for pool, slots_ in enumerate(taken):
-            for position, slot in slots_.items():
-                if position < end:
-                    moving.append(Moving(pool, position, pages[pool][position], slot))
-                else:
-                    self.slot_pools.give_back(places[pool], [slot], lease.root)
-        # Whole positions in a copy: the tree takes a position only with the pages of all chains.
-        moving.sort(key=lambda page: page.position)
-        batch: list[Moving] = []
-        for page, after in zip_longest(moving, moving[1:]):
-            batch.append(page)
-            if after is None or (len(batch) >= self.config.batch_pages and after.position > page.position):
-                self.copies.send(Op(BACKUP, batch, lease))
-                batch = []
-        begun = [of(page.position for page in moving if page.pool == pool) for pool in range(len(self.pools))]
+        begun, parts = [of(slots) & ones(end) for slots in taken], list[Part]()
+        for pool, slots in enumerate(taken):
+            self.slot_pools.give_back(places[pool], [slots[at] for at in slots if at >= end], lease.root)
+            if begun[pool]:
+                sources = [pages[pool][at] for at in members(begun[pool])]
+                parts.append(Part(pool, begun[pool], sources, [slots[at] for at in members(begun[pool])]))
+        # All pages of a position are in one copy: the tree takes a position only with the pages of all chains.
+        for batch in batches(parts, self.config.batch_pages):
+            self.copies.send(Op(BACKUP, batch, lease))
         for pool, bits in enumerate(wanted):
             self.counters.uncached += (bits & ~begun[pool] & ~lease.uncached[pool]).bit_count()
             lease.uncached[pool] |= bits & ~begun[pool]
@@ -123,9 +122,8 @@ class EngineCore(Core):
         """By pool, the positions of a lease that are being saved."""
         saving = [0] * len(self.pools)
         for op in self.copies.ops.values():
-            if op.edge == BACKUP and op.lease is lease:
-                for page in op.pages:
-                    saving[page.pool] |= 1 << page.position
+            for part in op.parts if op.edge == BACKUP and op.lease is lease else ():
+                saving[part.pool] |= part.positions
         return saving
 
     def _reach(self, kept: Sequence[int], more: Sequence[int], end: int) -> int:
@@ -176,35 +174,35 @@ class EngineCore(Core):
 
     # --- copies that have ended
 
-    def _loaded(self, op: Op, outcomes: list[CopyOutcome]) -> None:
+    def _loaded(self, op: Op, outcomes: list[PartOutcome]) -> None:
         assert op.run is not None and op.lease is not None
-        for page, good, bad in outcomes:
-            self.counters.loaded += good
-            self.counters.bad_host += bad
-            self.counters.failed += not good and not bad
-            op.lease.arrived[page.pool] |= good << page.position
-            if bad:
-                run, place = covering(op.run, page.position), self.slot_pools.place(Tier.HOST, page.pool)
-                self.slot_pools.mark_bad(run, place, page.position)
+        for outcome in outcomes:
+            part, good, bad = outcome
+            self.counters.loaded += good.bit_count()
+            self.counters.bad_host += bad.bit_count()
+            self.counters.failed += (outcome.lost & ~bad).bit_count()
+            op.lease.arrived[part.pool] |= good
+            for run, local in upward(op.run, bad):
+                self.slot_pools.mark_bad(run, self.slot_pools.place(Tier.HOST, part.pool), local)
 
     def _copied(self, op: Op, end: Ended) -> None:
         assert op.verified is not None
         assert not op.verified & ~end.good, "a request resumed from a page whose copy has failed"
 
-    def _backed_up(self, op: Op, outcomes: list[CopyOutcome]) -> None:
+    def _backed_up(self, op: Op, outcomes: list[PartOutcome]) -> None:
         if op.lease is None:
             super()._backed_up(op, outcomes)
             return
         lease = op.lease
         saved: list[dict[int, int]] = [{} for _ in self.pools]
-        for page, good, _ in outcomes:
-            self.counters.backed_up += good
-            self.counters.failed += not good
-            if good:
-                saved[page.pool][page.position] = page.target
-            else:
-                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), [page.target], lease.root)
-        tail, end = self.paths.insert(lease, Tier.HOST, [dict(sorted(slots.items())) for slots in saved])
+        for outcome in outcomes:
+            (pool, positions, _, targets), good, _ = outcome
+            self.counters.backed_up += good.bit_count()
+            self.counters.failed += outcome.lost.bit_count()
+            saved[pool] = dict(zip(members(good), chosen(targets, positions, good), strict=True))
+            left = chosen(targets, positions, outcome.lost)
+            self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, pool), left, lease.root)
+        tail, end = self.paths.insert(lease, Tier.HOST, saved)
         for run, _ in upward(tail, of(at for slots in saved for at in slots) & ones(end)):
             run.uses = max(run.uses, 1)
             run.priority = max(run.priority, lease.priority)
@@ -214,7 +212,9 @@ class EngineCore(Core):
     def _ended(self, number: int, op: Op) -> None:
         if Tier.DEVICE in op.edge:
             at = op.edge.index(Tier.DEVICE)
-            handles = tuple((page.pool, page.target if at else page.source) for page in op.pages)
+            handles = tuple(
+                (part.pool, handle) for part in op.parts for handle in (part.targets if at else part.sources)
+            )
             self._released.append(Release(number, handles))
 
 

@@ -239,15 +239,15 @@ class Paths:
             for run, share in upward(tail, given[pool] & ones(known)):
                 back |= (share & run.here[place] & ~run.bad[place]) << run.first
             rest = given[pool] & ~(row | back)
-            for position in members(rest) if rest else ():
-                if position >= end or not self.backups.make_resident(
-                    run := covering(tail, position), place, position, slots[position]
-                ):
-                    back |= 1 << position
-                elif passing >> position & 1:
-                    self._note_passing(run, place, 1 << position - run.first)
+            back |= rest & ~ones(end)
+            for run, local in reversed(upward(tail, rest & ones(end))):
+                mine = [slots[run.first + at] for at in members(local)]
+                taken = self.backups.make_resident(run, place, local, mine)
+                back |= (local & ~taken) << run.first
+                if some := passing >> run.first & taken:
+                    self._note_passing(run, place, some)
             if row:
-                self.slot_pools.make_row_resident(tail, place, [slots[at] for at in members(row)])
+                self.slot_pools.make_resident(tail, place, row >> tail.first, [slots[at] for at in members(row)])
                 if passing & row:
                     self._note_passing(tail, place, (passing & row) >> tail.first)
             if back:

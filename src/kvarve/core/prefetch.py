@@ -8,10 +8,10 @@ another request's pages have been loaded.
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvarve.boundaries import deepest, members, needed, of, ones, span
-from kvarve.core.copies import FETCH, PROBE, CopyOutcome, Moving, Op, note_bad
+from kvarve.boundaries import chosen, deepest, members, needed, of, ones, span
+from kvarve.core.copies import FETCH, PROBE, Op, Part, PartOutcome, batches, note_bad
 from kvarve.core.lease import Cause, Lease, Phase
-from kvarve.core.tree import NOWHERE, covering, walk
+from kvarve.core.tree import NOWHERE, upward, walk
 from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
@@ -38,8 +38,8 @@ class Prefetch:
     def ask(self, lease: Lease, boundary: int, memory: list[int]) -> bool:
         """Probe storage for pages beyond a boundary; False if there is no page to ask for. `memory`: by pool, which
         pages memory has, an engine's blocks included."""
-        pages = self._worth_asking(lease, boundary, self._kept(lease, memory)) if self.copies.storage else []
-        if pages:
+        parts = self._worth_asking(lease, boundary, self._kept(lease, memory)) if self.copies.storage else []
+        if parts:
             missing = (lease.limit - boundary) * self.config.page_tokens
             lease.move(Cause.PROBE)
             lease.asked_s = self.state.now if lease.asked_s is None else lease.asked_s
@@ -52,16 +52,16 @@ class Prefetch:
             lease.ask_all = self.state.now + ASK_ALL_S
             _, path, known = self.paths.find(lease.root, lease.tokens)
             lease.named = lease.named or b"".join([run.keys for run in path])[: known * KEY_BYTES]
-            self.copies.send(Op(PROBE, pages, lease, wait_s=lease.latest - self.state.now))
-        return bool(pages)
+            self.copies.send(Op(PROBE, parts, lease, wait_s=lease.latest - self.state.now))
+        return bool(parts)
 
-    def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[Moving]:
+    def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[Part]:
         """The pages that memory lacks and that could make a boundary deeper than this one legal."""
         grid = self.paths.grid
         deepest_line = lease.limit // grid * grid
         if (deepest_line - boundary) * self.config.page_tokens < max(1, self.config.policies.fetch_at_least):
             return []
-        pages: list[Moving] = []
+        parts = list[Part]()
         for pool, lookback in enumerate(self.paths.lookbacks):
             first = boundary // grid * grid + grid
             if lookback is None:
@@ -72,8 +72,9 @@ class Prefetch:
                 want = 0
                 for deeper in range(first, deepest_line + 1, grid):
                     want |= needed(deeper, lookback)
-            pages.extend(Moving(pool, at, NOWHERE, NOWHERE) for at in members(want & ~memory[pool]))
-        return pages
+            if asked := want & ~memory[pool]:
+                parts.append(_asked(pool, asked))
+        return parts
 
     def _kept(self, lease: Lease, memory: list[int]) -> list[int]:
         """By pool, the pages that need not be fetched. A chain's fetched pages rest on the host's own, so pages of
@@ -105,43 +106,36 @@ class Prefetch:
             lease.wait_s = max(0.0, lease.deadline - self.state.now)
         lease.begun = False
 
-    def answered(self, lease: Lease, outcomes: list[CopyOutcome]) -> bool:
+    def answered(self, lease: Lease, outcomes: list[PartOutcome]) -> bool:
         """Storage has answered a probe. False if pages are still being written, so that it is asked again."""
         now = self.state.now
         if not lease.soon_until and any(soon for _, _, soon in outcomes):
             lease.soon_until = now + SOON_S
-        expects = [needed(lease.expected, back) if now < lease.expected_until else 0 for back in self.paths.lookbacks]
-        lacks = []
-        for page, good, soon in outcomes:
-            bit = 1 << page.position
-            lease.awaited[page.pool] &= ~bit
-            if good:
-                lease.probed[page.pool] |= bit
-            elif expects[page.pool] & bit or (soon and now < lease.soon_until):
-                lease.awaited[page.pool] |= bit
-                continue
-            else:
-                lacks.append(page)
-            lease.told |= bit
-        self._lost(lease, lacks)
+        for outcome in outcomes:
+            (pool, asked, *_), good, soon = outcome
+            expected = needed(lease.expected, self.paths.lookbacks[pool]) if now < lease.expected_until else 0
+            waits = outcome.lost & (expected | (soon if now < lease.soon_until else 0))
+            lease.awaited[pool] = lease.awaited[pool] & ~asked | waits
+            lease.probed[pool] |= good
+            lease.told |= asked & ~waits
+            self._lost(lease, pool, outcome.lost & ~waits)
         if any(lease.awaited):
-            came = all(good for _, good, _ in outcomes)  # then most of the others have come too
+            came = not any(outcome.lost for outcome in outcomes)  # then most of the others have come too
             lease.ask_again = now if came else now + ASK_AGAIN_S
             lease.ask_all = now if came else lease.ask_all
             return False
         return True
 
-    def _lost(self, lease: Lease, pages: list[Moving]) -> None:
+    def _lost(self, lease: Lease, pool: int, positions: int) -> None:
         """Storage lacks these pages of a lease: those that the tree takes for stored are dirty again."""
         top = self.slot_pools.roots.get(lease.root)
-        path, known = walk(top, lease.tokens) if top and pages else ([], 0)
-        for page in pages:
-            if page.position < known:
-                run = covering(path[-1], page.position)
-                run.stored[page.pool] &= ~(1 << page.position - run.first)
-                self.backups.mark_dirty(run)
-            if self.slot_pools.residency is not None:  # also of pages that only storage had
-                self.slot_pools.residency.lacks(page.pool, lease.key(page.position))
+        path, known = walk(top, lease.tokens) if top and positions else ([], 0)
+        for run, local in upward(path[-1], positions & ones(known)) if path else ():
+            run.stored[pool] &= ~local
+            self.backups.mark_dirty(run)
+        if self.slot_pools.residency is not None:  # also of pages that only storage had
+            for position in members(positions):
+                self.slot_pools.residency.lacks(pool, lease.key(position))
 
     def ask_again(self, lease: Lease) -> None:
         """Probe storage for pages that were being written to it, if it is time: for the last one of each pool, and for
@@ -155,8 +149,8 @@ class Prefetch:
         lease.ask_again = inf
         lease.move(Cause.PROBE)
         awaited = lease.awaited if all_of_them else [span(max(0, n - 1), n) for n in map(int.bit_length, lease.awaited)]
-        pages = [Moving(pool, at, NOWHERE, NOWHERE) for pool in self.pools for at in members(awaited[pool])]
-        self.copies.send(Op(PROBE, pages, lease, wait_s=max(0.0, lease.latest - now)))
+        parts = [_asked(pool, positions) for pool, positions in enumerate(awaited) if positions]
+        self.copies.send(Op(PROBE, parts, lease, wait_s=max(0.0, lease.latest - now)))
 
     # --- fetching
 
@@ -239,20 +233,14 @@ class Prefetch:
         self._waits_again(lease)
         lease.move(Cause.FETCH)
         lease.promised = boundary
-        pages = [
-            Moving(pool, position, NOWHERE, slot)
-            for pool, bits in enumerate(need)
-            for position, slot in zip(members(bits), taken[pool], strict=True)
-        ]
+        parts = [Part(pool, bits, [NOWHERE] * len(taken[pool]), taken[pool]) for pool, bits in enumerate(need) if bits]
         for pool, slots in enumerate(taken):
             self.held[pool] += len(slots)
             lease.probed[pool] &= ~need[pool]  # a page whose fetch fails is not fetched again
         lease.asked = [asked | bits for asked, bits in zip(lease.asked, need, strict=True)]
         # Shallow pages first: if patience runs out, the pages that have arrived are a prefix.
-        pages.sort(key=lambda page: page.position)
-        for start in range(0, len(pages), self.config.batch_pages):
-            part = pages[start : start + self.config.batch_pages]
-            self.copies.send(Op(FETCH, part, lease, wait_s=lease.latest - self.state.now))
+        for batch in batches(parts, self.config.batch_pages):
+            self.copies.send(Op(FETCH, batch, lease, wait_s=lease.latest - self.state.now))
 
     def next_in_line(self) -> list[Lease]:
         """The lease that may try again for slots now: the first claimed one, else the first of all."""
@@ -263,29 +251,30 @@ class Prefetch:
 
     def void(self, op: Op, gone: bool) -> None:
         """A fetch's storage is down; if it is `gone`, its share of the host is free for the next storage."""
-        for page in op.pages if gone and op.counts else ():
-            self.held[page.pool] -= 1
+        for part in op.parts if gone and op.counts else ():
+            self.held[part.pool] -= part.positions.bit_count()
 
-    def arrived(self, op: Op, outcomes: list[CopyOutcome], waited: bool) -> None:
+    def arrived(self, op: Op, outcomes: list[PartOutcome], waited: bool) -> None:
         """A fetch has ended. If no lease waits for its pages any more, those that fit into the tree are kept."""
         assert op.lease is not None
-        lease, counts = op.lease, op.counts
+        lease = op.lease
         if waited:
             note_bad(lease, outcomes)
         late: list[dict[int, int]] = [{} for _ in self.pools]
-        for page, good, bad in outcomes:
-            self.counters.fetched += good
-            self.counters.bad_storage += bad
-            self.counters.failed += not good and not bad
-            if good and waited:
-                lease.landed[page.pool][page.position] = page.target
-                lease.lent[page.pool] += 1
-                continue
-            self.held[page.pool] -= counts
-            if good and _still_named(lease, op.named, page.position):
-                late[page.pool][page.position] = page.target
+        for outcome in outcomes:
+            (pool, positions, _, targets), good, bad = outcome
+            self.counters.fetched += good.bit_count()
+            self.counters.bad_storage += bad.bit_count()
+            self.counters.failed += (outcome.lost & ~bad).bit_count()
+            kept, pages = good, lease.landed[pool]
+            if waited:
+                lease.lent[pool] += good.bit_count()
             else:
-                self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, page.pool), [page.target], lease.root)
+                kept, pages = of(at for at in members(good) if _still_named(lease, op.named, at)), late[pool]
+            pages.update(zip(members(kept), chosen(targets, positions, kept), strict=True))
+            self.held[pool] -= (outcome.lost if waited else positions).bit_count() * op.counts
+            left = chosen(targets, positions, positions & ~kept)
+            self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, pool), left, lease.root)
         if any(late):
             self.counters.late += sum(map(len, late))
             self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not op.void)
@@ -315,6 +304,12 @@ class Prefetch:
         if any(lease.lent):
             self.held = [held - lent for held, lent in zip(self.held, lease.lent, strict=True)]
             lease.lent = [0] * len(self.pools)
+
+
+def _asked(pool: int, positions: int) -> Part:
+    """Pages that storage is asked for."""
+    nowhere = [NOWHERE] * positions.bit_count()
+    return Part(pool, positions, nowhere, nowhere)
 
 
 def _still_named(lease: Lease, named: bytes, position: int) -> bool:

@@ -1,9 +1,8 @@
 """What enters and leaves each tier, told page by page to a listener outside. Nothing is kept without one."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvarve.boundaries import leading
+from kvarve.boundaries import spans
 from kvarve.core.tree import Run
 from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
@@ -80,13 +79,3 @@ def _said(run: Run, start: int, stop: int) -> bytes:
         return run.tokens[start * width : stop * width]
     pages = range(start, stop)
     return b"".join([run.heads[at * head :][:head] + run.tokens[at * width + head : (at + 1) * width] for at in pages])
-
-
-def spans(pages: int) -> Iterator[tuple[int, int]]:
-    """The rows of consecutive pages in a set: where each starts and stops."""
-    start = 0
-    while rest := pages >> start:
-        start += (rest & -rest).bit_length() - 1
-        stop = start + leading(pages >> start)
-        yield start, stop
-        start = stop

@@ -6,14 +6,14 @@ A lease is ready at the deepest boundary that the device can serve then; copies 
 from math import inf
 
 from kvarve import boundaries
-from kvarve.boundaries import deepest, members, needed, ones
-from kvarve.core.copies import LOAD, CopyOutcome, Moving, Op, note_bad
+from kvarve.boundaries import chosen, deepest, members, needed, ones
+from kvarve.core.copies import LOAD, Op, Part, PartOutcome, note_bad
 from kvarve.core.effects import Ended, Verified
 from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.policies import WritePolicy
 from kvarve.core.settings import CoreConfig
 from kvarve.core.state import State
-from kvarve.core.tree import Run, covering, each_covering, upward
+from kvarve.core.tree import Run, downward, slots_of, upward
 from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
@@ -106,15 +106,14 @@ class Resuming(State):
             if self.prefetch.put_off(lease):
                 return
             allowed = ones(boundary)
-        pages = []
-        for pool, bits in enumerate(need):
-            place, runs = self.slot_pools.place(Tier.HOST, pool), each_covering(run, members(bits))
-            for position, slot, source in zip(members(bits), taken[pool], runs, strict=True):
-                pages.append(Moving(pool, position, source.slot(place, position), slot))
-            lease.loaded |= bits
+        lease.loaded |= boundaries.union(need)
         lease.asked = [asked | bits for asked, bits in zip(lease.asked, need, strict=True)]
-        pages.sort(key=lambda page: page.position)
-        self.copies.send(Op(LOAD, pages, lease, run))  # in one piece, so that it can be copied layer by layer
+        parts = [
+            Part(pool, bits, slots_of(run, self.slot_pools.place(Tier.HOST, pool), bits), taken[pool])
+            for pool, bits in enumerate(need)
+            if bits
+        ]
+        self.copies.send(Op(LOAD, parts, lease, run))  # in one piece, so that it can be copied layer by layer
 
     def _arrived(self, lease: Lease) -> None:
         """All loads have ended. If one failed, a shallower boundary may still be loaded: one more round."""
@@ -206,7 +205,7 @@ class Resuming(State):
             self.counters.strays += 1
             return
         op.verified = event.good
-        outcomes = outcomes_of(op, event)
+        outcomes = op.outcomes(event)
         self._loaded(op, outcomes)
         waited = op.lease is not None and event.op in op.lease.ops
         if op.lease is not None:
@@ -217,45 +216,50 @@ class Resuming(State):
         """The copy of a verified load has ended."""
         assert op.verified is not None and op.run is not None and op.lease is not None
         assert not op.verified & ~end.good, "a request resumed from a page whose copy has failed"
-        for i, page in enumerate(op.pages):
-            if not op.given >> i & 1:
-                self.slot_pools.give_back(page.pool, [page.target], op.lease.root)
-            if any((run := covering(op.run, page.position)).bad):
+        for part in op.parts:
+            targets = chosen(part.targets, part.positions, op.owned(part))
+            self.slot_pools.give_back(part.pool, targets, op.lease.root)
+        for run, _ in upward(op.run, op.pinned):
+            if any(run.bad):
                 self.backups.heal(run)
         self._drop_loaded(op.lease, op.run)
 
-    def _waited(self, op: Op, waited: bool, outcomes: list[CopyOutcome]) -> None:
+    def _waited(self, op: Op, waited: bool, outcomes: list[PartOutcome]) -> None:
         """A lease that waited for a load goes on."""
         if waited and op.lease is not None:
-            op.lease.torn = op.lease.torn or not all(good for _, good, _ in outcomes)
+            op.lease.torn = op.lease.torn or any(outcome.lost for outcome in outcomes)
             note_bad(op.lease, outcomes)
             if not op.lease.ops:
                 self._arrived(op.lease)
 
-    def _loaded(self, op: Op, outcomes: list[CopyOutcome]) -> None:
+    def _loaded(self, op: Op, outcomes: list[PartOutcome]) -> None:
         """Pages of a load are on the device, or are being copied there after their check."""
         assert op.run is not None and op.lease is not None
         with self.slot_pools.offered_once():
-            self._fill(op, op.run, op.lease, outcomes)
+            for outcome in outcomes:
+                part, resident = outcome.part, self._fill(op.run, outcome)
+                if op.verified is not None:  # another rank may be copying a page that is bad here
+                    op.given[part.pool] = resident
+                elif left := part.positions & ~resident:
+                    self.slot_pools.give_back(part.pool, chosen(part.targets, part.positions, left), op.lease.root)
         if op.given:
-            op.filling = boundaries.of(page.position for i, page in enumerate(op.pages) if op.given >> i & 1)
+            op.filling = boundaries.union(op.given.values())
             self.slot_pools.pin(op.run, op.filling, tiers=op.edge[1:])
 
-    def _fill(self, op: Op, tail: Run, lease: Lease, outcomes: list[CopyOutcome]) -> None:
-        runs = each_covering(tail, (page.position for page in op.pages))
-        for i, (run, (page, good, bad)) in enumerate(zip(runs, outcomes, strict=True)):
-            self.counters.loaded += good
-            self.counters.bad_host += bad
-            self.counters.failed += not good and not bad
-            if bad:
-                self.slot_pools.mark_bad(run, self.slot_pools.place(Tier.HOST, page.pool), page.position)
-            resident = good and self.backups.make_resident(run, page.pool, page.position, page.target)
-            if op.verified is not None:  # another rank may be copying a page that is bad here
-                op.given |= resident << i
-            elif not resident:
-                self.slot_pools.give_back(page.pool, [page.target], lease.root)
+    def _fill(self, tail: Run, outcome: PartOutcome) -> int:
+        """Pages of one pool have been loaded; returns the positions that the tree has taken."""
+        part, good, bad = outcome
+        host, taken = self.slot_pools.place(Tier.HOST, part.pool), 0
+        self.counters.loaded += good.bit_count()
+        self.counters.bad_host += bad.bit_count()
+        self.counters.failed += (outcome.lost & ~bad).bit_count()
+        for run, local, targets in downward(tail, part.positions, part.targets):
+            self.slot_pools.mark_bad(run, host, bad >> run.first & local)
+            here = good >> run.first & local
+            taken |= self.backups.make_resident(run, part.pool, here, chosen(targets, local, here)) << run.first
             if any(run.bad):
                 self.backups.heal(run)
+        return taken
 
     def _note_ends(self, lease: Lease, run: Run) -> None:
         """A lease resumes at its boundary, and its prompt branches off others and ends: others will resume there, or on
@@ -284,7 +288,3 @@ class Resuming(State):
     def _step(self, lease: Lease) -> int:
         """The pages after which a prompt keeps windows and states because they take little (see `SlotPools.step`)."""
         return 0 if self.config.policies.snapshot_every else self.slot_pools.step(lease.pages)
-
-
-def outcomes_of(op: Op, event: Verified | Ended) -> list[CopyOutcome]:
-    return [CopyOutcome(page, bool(event.good >> i & 1), bool(event.bad >> i & 1)) for i, page in enumerate(op.pages)]

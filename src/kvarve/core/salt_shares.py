@@ -148,9 +148,9 @@ class SaltShares:
     def _leaving(self, salt: bytes, budget: int) -> int:
         """The bytes of a salt's pages that leave as soon as they have been copied down."""
         return sum(
-            self.page_bytes[place]
+            self.page_bytes[place] * part.positions.bit_count()
             for op in self._slot_pools.leaving()
             if op.run is not None and root_of(op.run).named == salt
-            for page in op.pages
-            if self.budget.get(place := self._slot_pools.place(op.edge[0], page.pool)) == budget
+            for part in op.parts
+            if self.budget.get(place := self._slot_pools.place(op.edge[0], part.pool)) == budget
         )

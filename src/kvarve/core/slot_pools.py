@@ -210,23 +210,14 @@ class SlotPools:
 
     # --- slots and residency
 
-    def make_resident(self, run: Run, place: int, position: int, slot: int) -> None:
-        """Put a page into a slot, which the tree owns from here on."""
+    def make_resident(self, run: Run, place: int, local: int, slots: Sequence[int]) -> None:
+        """Put pages at these local positions of a run into slots, in order, which the tree owns from here on."""
         if not run.here[place]:
             run.came_s[place] = self._state.now
-        run.put(place, position, slot)
-        run.passing[place % len(self.pools)] &= ~(1 << position - run.first)
+        run.put(place, local, slots)
+        run.passing[place % len(self.pools)] &= ~local
         if self.residency is not None:
-            self.residency.moved(run, place, 1 << position - run.first, entered=True)
-        self._offer_all(run, place)
-
-    def make_row_resident(self, run: Run, place: int, slots: Sequence[int]) -> None:
-        """The same for the last pages of a run, which are new."""
-        if not run.here[place]:
-            run.came_s[place] = self._state.now
-        run.put_row(place, slots)
-        if self.residency is not None:
-            self.residency.moved(run, place, span(run.pages - len(slots), run.pages), entered=True)
+            self.residency.moved(run, place, local, entered=True)
         self._offer_all(run, place)
 
     @contextmanager
@@ -315,12 +306,11 @@ class SlotPools:
         if self.residency is not None:
             self.residency.moved(run, self.place(Tier.STORAGE, pool), local, entered=True)
 
-    def mark_bad(self, run: Run, place: int, position: int) -> None:
-        """A page's bytes failed their check."""
-        local = 1 << position - run.first
-        if run.here[place] & ~run.bad[place] & local:
-            run.bad[place] |= local
-            self.bad_pages += 1
+    def mark_bad(self, run: Run, place: int, local: int) -> None:
+        """The bytes of pages at these local positions failed their check."""
+        local &= run.here[place] & ~run.bad[place]
+        run.bad[place] |= local
+        self.bad_pages += local.bit_count()
 
     def _left(self, run: Run, place: int, pages: int) -> None:
         """Pages of a run have left their slots."""

@@ -6,7 +6,7 @@ policies.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -151,33 +151,20 @@ class Run:
         at = (position - self.first) * KEY_BYTES
         return (self.named if at < len(self.named) else self.keys)[at : at + KEY_BYTES]
 
-    def put(self, place: int, position: int, slot: int) -> None:
-        """Make a position (counted from the root) resident in a slot."""
-        local = position - self.first
-        table = self.slots[place]
+    def put(self, place: int, local: int, slots: Sequence[int]) -> None:
+        """Make local positions (bits) resident in these slots, in order; none of them may be so."""
+        assert not local & self.here[place] and local.bit_length() <= self.pages, "two slots for one page"
+        assert local.bit_count() == len(slots), "a slot for each page"
+        table, at = self.slots[place], 0
         if table is None:
             table = self.slots[place] = array("i")
-        if len(table) < self.pages:
-            table.extend([NOWHERE] * (self.pages - len(table)))
-        assert table[local] == NOWHERE, "two slots for one page"
-        table[local] = slot
-        self.here[place] |= 1 << local
-        if local == 0 and self.parent is not None:
-            self.parent.kids[place] += 1
-
-    def put_row(self, place: int, slots: Sequence[int]) -> None:
-        """Make the last positions of the run resident; none of them may be so."""
-        end = self.pages
-        local = end - len(slots)
-        table = self.slots[place]
-        if table is None:
-            table = self.slots[place] = array("i")
-        assert local >= 0 and not self.here[place] >> local, "two slots for one page"
-        del table[local:]
-        table.extend([NOWHERE] * (local - len(table)))
-        table.extend(slots)
-        self.here[place] |= boundaries.span(local, end)
-        if local == 0 and self.parent is not None:
+        for start, stop in boundaries.spans(local):
+            if len(table) < start:
+                table.extend([NOWHERE] * (start - len(table)))
+            table[start:stop] = array("i", slots[at : at + stop - start])
+            at += stop - start
+        self.here[place] |= local
+        if local & 1 and self.parent is not None:
             self.parent.kids[place] += 1
 
     def take(self, place: int, position: int) -> int:
@@ -209,6 +196,14 @@ class Run:
             if self.parent is not None:
                 self.parent.kids[place] -= 1
         return slots
+
+    def slots_at(self, place: int, local: int) -> list[int]:
+        """The slots of local positions (bits) that are resident, in order."""
+        table, found = self.slots[place] or (), list[int]()
+        for start, stop in boundaries.spans(local):
+            found += table[start:stop]
+        assert len(found) == local.bit_count() and NOWHERE not in found, "no such page here"
+        return found
 
     def slot(self, place: int, position: int) -> int:
         table = self.slots[place]
@@ -313,16 +308,6 @@ def covering(run: Run, position: int) -> Run:
     return run
 
 
-def each_covering(run: Run, positions: Iterable[int]) -> Iterator[Run]:
-    """`covering` of each of these positions; quick where one run holds many in a row."""
-    held, found = range(0), run
-    for position in positions:
-        if position not in held:
-            found = covering(run, position)
-            held = range(found.first, found.end)
-        yield found
-
-
 def root_of(run: Run) -> Run:
     """The root above a run; its name is its root key."""
     while run.parent is not None:
@@ -355,6 +340,29 @@ def upward(run: Run, positions: int) -> list[tuple[Run, int]]:
             positions &= (1 << at.first) - 1
         at = at.parent
     return shares
+
+
+def downward(run: Run, positions: int, values: Sequence[int]) -> Iterator[tuple[Run, int, Sequence[int]]]:
+    """The same from the root towards `run`; of `values`, one for each position in order, each run with its share."""
+    at = 0
+    for each, local in reversed(upward(run, positions)):
+        count = local.bit_count()
+        yield each, local, values[at : at + count]
+        at += count
+
+
+def slots_of(run: Run, place: int, positions: int) -> list[int]:
+    """The slots of resident positions at or above the end of `run`, in order."""
+    return [slot for each, local in reversed(upward(run, positions)) for slot in each.slots_at(place, local)]
+
+
+def keys_of(run: Run, positions: int) -> list[bytes]:
+    """The keys of positions at or above the end of `run`, in order."""
+    found = list[bytes]()
+    for each, local in reversed(upward(run, positions)):
+        named = each.named if local.bit_length() * KEY_BYTES <= len(each.named) else each.keys
+        found += [named[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in boundaries.members(local)]
+    return found
 
 
 def same_pages(left: bytes, right: bytes, start: int, pages: int, width: int) -> int:

@@ -188,7 +188,7 @@ def _could_come(core: Core, runs: list[Run], chain: int) -> int:
         busy += sum(len(lease.own[pool]) for lease in core.leases.values())
         for op in core.copies.ops.values():
             if op.edge == (Tier.HOST, Tier.DEVICE):
-                busy += sum(page.pool == pool for i, page in enumerate(op.pages) if not op.given >> i & 1)
+                busy += sum(op.owned(part).bit_count() for part in op.parts if part.pool == pool)
         could += extents.owned[pool] - max(extents.cut.least[pool], min(busy, extents.owned[pool]))
     return could
 
@@ -214,10 +214,9 @@ def _wants(core: Core, task: Task, pool: int, stuck: dict[int, dict[int, int]]) 
             has += local < stuck[id(run)][pool] and at + local < pages
         at += 0 if run is None else run.pages
     loading = sum(
-        page.pool == pool
+        core.copies.ops[number].of_pool(pool).bit_count()
         for number in lease.ops
         if core.copies.ops[number].edge == (Tier.HOST, Tier.DEVICE)
-        for page in core.copies.ops[number].pages
     )
     return max(0, pages - has - loading)
 

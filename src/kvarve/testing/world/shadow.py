@@ -284,9 +284,10 @@ class Shadow:
         for effects in (self.flying, self.lost):
             for effect in effects.values():
                 if isinstance(effect, Copy) and effect.target in slot_pools.memory:
-                    given = self.core.copies.ops[effect.op].given
-                    for i, page in enumerate(effect.pages):
-                        counts[slot_pools.place(effect.target, page.pool)] += not given >> i & 1
+                    for page in effect.pages:
+                        counts[slot_pools.place(effect.target, page.pool)] += 1
+                    for pool, given in self.core.copies.ops[effect.op].given.items():
+                        counts[slot_pools.place(effect.target, pool)] -= given.bit_count()
         committed = [slot_pools.committed(place) for place in range(len(counts))]
         assert counts == committed, f"slots are conserved: {counts} of {committed}"
 

@@ -215,7 +215,7 @@ class World(Shadow):
             if op is not None and op.edge == STORE:
                 self._confirmed += end.good.bit_count()
             elif op is not None and op.edge == FETCH:  # shows that a page in memory is in storage too
-                self._confirmed += sum(end.good >> i & self._resident(op, page) for i, page in enumerate(op.pages))
+                self._confirmed += sum(end.good >> i & self._resident(op, page) for i, page in enumerate(op.pages()))
         for core in self.cores:
             core.step(events, self.now)
         self._check(stepped=True)
@@ -241,7 +241,7 @@ class World(Shadow):
         if op is None or op.edge != (Tier.HOST, Tier.STORAGE) or op.void:
             return
         told = end.good | end.bad
-        if any(not told >> i & 1 for i in range(len(op.pages))):
+        if any(not told >> i & 1 for i in range(op.page_count)):
             self.seen["stores backed off"] += 1
             if self.now >= self._back_off_until:
                 self._back_off_until = self.now + min(30.0, 0.1 * 2.0**self._failures)

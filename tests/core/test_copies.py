@@ -1,0 +1,61 @@
+"""A copy moves a part of each pool; how it ended, and how a long one is cut into several."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvarve.boundaries import members, ones, span
+from kvarve.core.copies import FETCH, Op, Part, batches
+from kvarve.core.effects import Ended
+
+POSITIONS = st.lists(st.integers(0, 2**14 - 1), min_size=1, max_size=3)
+
+
+def parts_of(positions: list[int]) -> list[Part]:
+    return [
+        Part(pool, bits, [100 * pool + at for at in members(bits)], [1000 + 100 * pool + at for at in members(bits)])
+        for pool, bits in enumerate(positions)
+        if bits
+    ]
+
+
+@given(POSITIONS, st.integers(0, 2**42 - 1), st.integers(0, 2**42 - 1))
+def test_a_page_has_the_outcome_of_its_number_in_the_effect(positions: list[int], good: int, bad: int) -> None:
+    op = Op(FETCH, parts_of(positions))
+    pages = [*op.pages()]
+    assert len(pages) == op.page_count
+    assert all((page.source, page.target - 1000) == (100 * page.pool + page.position,) * 2 for page in pages)
+    outcomes = op.outcomes(Ended(1, good, bad))
+    for number, page in enumerate(pages):
+        (outcome,) = (each for each in outcomes if each.part.pool == page.pool)
+        assert outcome.good >> page.position & 1 == good >> number & 1
+        assert outcome.bad >> page.position & 1 == bad >> number & 1
+        assert outcome.lost >> page.position & 1 == 1 - (good >> number & 1)
+    assert not any((outcome.good | outcome.bad) & ~outcome.part.positions for outcome in outcomes)
+
+
+@given(POSITIONS, st.integers(1, 9))
+def test_a_copy_is_cut_between_positions_and_no_batch_could_be_cut_again(positions: list[int], most: int) -> None:
+    cut = [*batches(parts_of(positions), most)]
+    assert [page for batch in cut for page in sorted(Op(FETCH, batch).pages(), key=lambda page: page.position)] == (
+        sorted(Op(FETCH, parts_of(positions)).pages(), key=lambda page: page.position)
+    )
+    for batch, after in pairwise(cut):
+        last, first = (max(part.positions for part in batch), min(part.positions & -part.positions for part in after))
+        assert last < first, "a position is in one copy"
+    for number, batch in enumerate(cut):
+        end = max(part.positions for part in batch).bit_length()
+        count = sum(part.positions.bit_count() for part in batch)
+        before = sum((part.positions & ones(end - 1)).bit_count() for part in batch)
+        assert before < most and (count >= most or number == len(cut) - 1)
+
+
+def test_a_long_copy_of_two_pools_is_cut_into_parts_of_both() -> None:
+    parts = [Part(0, span(0, 6), [-1] * 6, [*range(6)]), Part(1, 1 << 5, [-1], [9])]
+    assert [
+        [(part.pool, [*members(part.positions)], [*part.targets]) for part in each] for each in batches(parts, 4)
+    ] == [
+        [(0, [0, 1, 2, 3], [0, 1, 2, 3])],
+        [(0, [4, 5], [4, 5]), (1, [5], [9])],
+    ]
