@@ -240,7 +240,7 @@ def test_a_planted_bug_is_found_played_again_and_shrunk(
         return
     again, done = attempt(life)
     assert again is not None and again.place == trouble.place and done == len(life.actions)
-    shortest = shrink(life, trouble, seconds=10)
+    shortest = shrink(life, trouble)
     assert len(shortest.actions) <= max(1, len(life.actions) // 2)
     found, _ = attempt(shortest)
     assert found is not None and found.place == trouble.place

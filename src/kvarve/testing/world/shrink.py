@@ -87,9 +87,7 @@ def shrink(life: Life, trouble: Trouble, seconds: float = 60.0) -> Life:
 
 
 def _drop(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
-    """Remove all actions of a kind, then halves, quarters, ... single actions, wherever the rest still fails."""
-    for kind in sorted({action[0] for action in life.actions}):
-        life = breaks([action for action in life.actions if action[0] != kind]) or life
+    """Remove halves, quarters, ... single actions, wherever the rest still fails, then all actions of a kind."""
     size = max(1, len(life.actions) // 2)
     while True:
         start = len(life.actions) - size  # from the end, where most relevant actions are
@@ -98,8 +96,11 @@ def _drop(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
             life = shorter or life
             start = min(start - size, len(life.actions) - size)
         if size == 1:
-            return life
+            break
         size //= 2
+    for kind in sorted({action[0] for action in life.actions}):
+        life = breaks([action for action in life.actions if action[0] != kind]) or life
+    return life
 
 
 def _simplify(life: Life, breaks: Callable[[list[Action]], Life | None]) -> Life:
