@@ -46,6 +46,13 @@ def of(elements: Iterable[int]) -> int:
 
 def spans(bits: int) -> Iterator[tuple[int, int]]:
     """The rows of consecutive elements in a set: where each starts and stops."""
+    low = bits & -bits
+    if not bits & bits + low:  # one row, as in most sets here
+        return iter([(low.bit_length() - 1, bits.bit_length())] if bits else [])
+    return _rows(bits)
+
+
+def _rows(bits: int) -> Iterator[tuple[int, int]]:
     start = 0
     while rest := bits >> start:
         start += (rest & -rest).bit_length() - 1

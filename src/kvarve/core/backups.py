@@ -173,20 +173,21 @@ class Backups:
         """Make pages resident at local positions of a run, in these slots, in order. Returns the positions at which it
         did; the other slots stay the caller's, as a good copy or one that is being read is resident there, or the
         chain's parent is not."""
-        slot_pools = self.slot_pools
-        for at in members(local & run.bad[place]):
-            if not self.copies.reads(place, run.slot(place, run.first + at)):
-                slot_pools.leave(run, place, run.first + at)  # the good copy replaces it
-        new, on_device = local & ~run.here[place], slot_pools.tier(place) is Tier.DEVICE
-        if on_device and slot_pools.is_chain(place):
-            rests = not run.first or run.here[place] & 1 or self._on(run, place, run.first - 1)
-            new &= ones(leading(run.here[place] | new)) if rests else 0
+        slot_pools, here = self.slot_pools, run.here
+        if spoilt := local & run.bad[place]:
+            for at in members(spoilt):
+                if not self.copies.reads(place, run.slot(place, run.first + at)):
+                    slot_pools.leave(run, place, run.first + at)  # the good copy replaces it
+        new, on_device = local & ~here[place], slot_pools.tier(place) is Tier.DEVICE
+        if new and on_device and slot_pools.is_chain(place):
+            rests = not run.first or here[place] & 1 or self._on(run, place, run.first - 1)
+            new &= ones(leading(here[place] | new)) if rests else 0
         if new:
             slot_pools.make_resident(run, place, new, chosen(slots, local, new))
-        if new and on_device:
-            run.backed_up_since_use[place] &= ~new
-            if any(run.bad):
-                self.heal(run)
+            if on_device:
+                run.backed_up_since_use[place] &= ~new
+                if any(run.bad):
+                    self.heal(run)
         return new
 
     def heal(self, run: Run) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvarve import boundaries
 from kvarve.boundaries import deepest, members, needed, ones, read_before, span
 from kvarve.core.lease import Lease
-from kvarve.core.tree import Run, covering, upward, walk
+from kvarve.core.tree import Run, covering, downward, upward, walk
 from kvarve.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
 
@@ -232,25 +232,13 @@ class Paths:
                 continue
             place = self.slot_pools.place(tier, pool)
             passing = self._passing(lease, pool) if lease.passing else 0
-            row = given[pool] & span(known, end)  # new positions, all in one run: added at once if they reach its end
-            if row + (row & -row) != 1 << end:
-                row = 0
-            back = 0  # positions of which the tree has a page already, or cannot have one
-            for run, share in upward(tail, given[pool] & ones(known)):
-                back |= (share & run.here[place] & ~run.bad[place]) << run.first
-            rest = given[pool] & ~(row | back)
-            back |= rest & ~ones(end)
-            for run, local in reversed(upward(tail, rest & ones(end))):
-                mine = [slots[run.first + at] for at in members(local)]
-                taken = self.backups.make_resident(run, place, local, mine)
-                back |= (local & ~taken) << run.first
-                if some := passing >> run.first & taken:
+            taken = 0  # the others are there already, or cannot be
+            for run, local, mine in downward(tail, given[pool] & ones(end), [*slots.values()]):
+                new = self.backups.make_resident(run, place, local, mine)
+                taken |= new << run.first
+                if some := passing >> run.first & new:
                     self._note_passing(run, place, some)
-            if row:
-                self.slot_pools.make_resident(tail, place, row >> tail.first, [slots[at] for at in members(row)])
-                if passing & row:
-                    self._note_passing(tail, place, (passing & row) >> tail.first)
-            if back:
+            if back := given[pool] & ~taken:
                 self.counters.duplicates += back.bit_count()
                 self.slot_pools.give_back(place, [slots[at] for at in members(back)], lease.root)
             if stored:

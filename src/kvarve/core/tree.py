@@ -159,9 +159,12 @@ class Run:
         if table is None:
             table = self.slots[place] = array("i")
         for start, stop in boundaries.spans(local):
-            if len(table) < start:
+            row = slots[at : at + stop - start]
+            if len(table) <= start:
                 table.extend([NOWHERE] * (start - len(table)))
-            table[start:stop] = array("i", slots[at : at + stop - start])
+                table.extend(row)
+            else:
+                table[start:stop] = array("i", row)
             at += stop - start
         self.here[place] |= local
         if local & 1 and self.parent is not None:
