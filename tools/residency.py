@@ -11,12 +11,12 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-from kvarve.boundaries import members, span
+from kvarve.boundaries import members, ones, span
 from kvarve.core.backups import Backups
 from kvarve.core.cache import Core
-from kvarve.core.copies import BACKUP
+from kvarve.core.copies import BACKUP, Op, PartOutcome
 from kvarve.core.prefetch import Prefetch
-from kvarve.core.tree import Run
+from kvarve.core.tree import Run, upward
 from kvarve.testing.world import born, live
 
 LIVES, STEPS = [*range(120), 952], 250  # the last one has rare transitions
@@ -37,8 +37,7 @@ class Watch:
     def on(self) -> Iterator[None]:
         """Record what every core does in this context."""
         changes = {
-            (Run, "put"): lambda run, place, position, slot: (run, place, 1 << position - run.first, True),
-            (Run, "put_row"): lambda run, place, slots: (run, place, span(run.pages - len(slots), run.pages), True),
+            (Run, "put"): lambda run, place, local, slots: (run, place, local, True),
             (Run, "take"): lambda run, place, position: (run, place, 1 << position - run.first, False),
             (Run, "take_tail"): lambda run, place, local: (run, place, span(local, run.pages), False),
         }
@@ -88,13 +87,11 @@ class Watch:
 
         return caused
 
-    def _stores(self, backups: Backups, op: Any, tail: Run, fates: Any) -> None:
-        for page, good, _ in fates:
-            run = tail
-            while page.position < run.first and run.parent is not None:
-                run = run.parent
-            if good and not op.void:
-                self.note(run, page.pool, page.position - run.first, "store")
+    def _stores(self, backups: Backups, op: Op, tail: Run, outcomes: list[PartOutcome]) -> None:
+        for part, good, _ in outcomes if not op.void else ():
+            for run, stored in upward(tail, good):
+                for local in members(stored & ones(run.pages)):
+                    self.note(run, part.pool, local, "store")
 
     def note(self, run: Run, pool: int, local: int, event: str) -> None:
         pools = len(run.stored)

@@ -6,6 +6,7 @@ agree on a set by sending an int.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
 
 Value = TypeVar("Value")
@@ -30,10 +31,11 @@ def members(bits: int) -> Iterator[int]:
 
 
 def _scattered(bits: int) -> Iterator[int]:
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
+    digits = f"{bits:b}"[::-1]  # as text, which is searched once: each step on the number itself would cost its length
+    at = digits.find("1")
+    while at >= 0:
+        yield at
+        at = digits.find("1", at + 1)
 
 
 def of(elements: Iterable[int]) -> int:
@@ -53,12 +55,12 @@ def spans(bits: int) -> Iterator[tuple[int, int]]:
 
 
 def _rows(bits: int) -> Iterator[tuple[int, int]]:
-    start = 0
-    while rest := bits >> start:
-        start += (rest & -rest).bit_length() - 1
-        stop = start + leading(bits >> start)
-        yield start, stop
-        start = stop
+    digits = f"{bits:b}"[::-1]  # as in `_scattered`
+    start = digits.find("1")
+    while start >= 0:
+        stop = digits.find("0", start)
+        yield start, stop if stop >= 0 else len(digits)
+        start = digits.find("1", stop) if stop >= 0 else -1
 
 
 def chosen(values: Sequence[Value], elements: int, some: int) -> Sequence[Value]:
@@ -70,7 +72,7 @@ def chosen(values: Sequence[Value], elements: int, some: int) -> Sequence[Value]
 
 def first(elements: int, count: int) -> int:
     """The first `count` elements of a set, or all."""
-    return numbered(elements, ones(count))
+    return elements if count >= elements.bit_count() else of(islice(members(elements), count))
 
 
 def last(elements: int, count: int) -> int:
@@ -81,8 +83,10 @@ def last(elements: int, count: int) -> int:
 def numbered(elements: int, numbers: int) -> int:
     """The elements of a set that have these numbers, counted from 0 in their order."""
     low = elements & -elements
-    if not elements & elements + low:  # a span
-        return numbers << low.bit_length() - 1 & elements if elements else 0
+    if not numbers or not elements & elements + low:  # a span
+        return numbers << max(0, low.bit_length() - 1) & elements
+    if numbers == ones(elements.bit_count()):
+        return elements
     return of(element for number, element in enumerate(members(elements)) if numbers >> number & 1)
 
 

@@ -250,7 +250,8 @@ class Backups:
                 else:
                     run.backed_up_since_use[pool] |= here
                     taken = self.make_resident(run, place, here, chosen(slots, local, here))
-                    self.slot_pools.give_back(place, chosen(slots, local, local & ~taken), root_of(run).named)
+                    if left := local & ~taken:
+                        self.slot_pools.give_back(place, chosen(slots, local, left), root_of(run).named)
         for run, good in touched.items():
             if target is Tier.STORAGE and self.busy.pop(run, None) is not None:
                 self.pending_store[run] = None

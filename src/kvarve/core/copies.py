@@ -92,7 +92,7 @@ class Op:
 
     def of_pool(self, pool: int) -> int:
         """The positions of its pages of a pool."""
-        return union(part.positions for part in self.parts if part.pool == pool)
+        return next((part.positions for part in self.parts if part.pool == pool), 0)
 
     def owned(self, part: Part) -> int:
         """The positions of a part whose target slots it still owns."""
@@ -107,23 +107,29 @@ class Op:
         """How each part was verified, or ended."""
         found, at = list[PartOutcome](), 0
         for part in self.parts:
-            count = part.positions.bit_count()
-            good, bad = (numbered(part.positions, bits >> at & ones(count)) for bits in (event.good, event.bad))
-            found.append(PartOutcome(part, good, bad))
+            positions = part.positions
+            count = positions.bit_count()
+            good, bad = event.good >> at & ones(count), event.bad >> at & ones(count)
+            found.append(PartOutcome(part, numbered(positions, good), numbered(positions, bad)))
             at += count
         return found
 
 
-def batches(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
-    """Cut a copy into several of `most` pages, the first positions first. All pages of a position stay together."""
+def batches(parts: Sequence[Part], enough: int) -> Iterator[list[Part]]:
+    """Cut a copy into several, the first positions first, each as soon as it has `enough` pages. All pages of a
+    position stay together."""
+    if sum(part.positions.bit_count() for part in parts) <= enough:
+        if parts:
+            yield list(parts)
+        return
     cuts, count, last = [0], 0, -1
     for position in merge(*[members(part.positions) for part in parts]):
-        if count >= most and position > last:
+        if count >= enough and position > last:
             cuts.append(position)
             count = 0
         count, last = count + 1, position
     at = [0] * len(parts)
-    for start, stop in pairwise([*cuts, last + 1] if count else ()):
+    for start, stop in pairwise([*cuts, last + 1]):
         batch = list[Part]()
         for i, part in enumerate(parts):
             here = part.positions & span(start, stop)

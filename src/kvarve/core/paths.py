@@ -233,7 +233,8 @@ class Paths:
             place = self.slot_pools.place(tier, pool)
             passing = self._passing(lease, pool) if lease.passing else 0
             taken = 0  # the others are there already, or cannot be
-            for run, local, mine in downward(tail, given[pool] & ones(end), [*slots.values()]):
+            inside = given[pool] & ones(end)
+            for run, local, mine in downward(tail, inside, [*slots.values()][: inside.bit_count()]):
                 new = self.backups.make_resident(run, place, local, mine)
                 taken |= new << run.first
                 if some := passing >> run.first & new:

@@ -130,7 +130,7 @@ class Prefetch:
         """Storage lacks these pages of a lease: those that the tree takes for stored are dirty again."""
         top = self.slot_pools.roots.get(lease.root)
         path, known = walk(top, lease.tokens) if top and positions else ([], 0)
-        for run, local in upward(path[-1], positions & ones(known)) if path else ():
+        for run, local in reversed(upward(path[-1], positions & ones(known)) if path else []):
             run.stored[pool] &= ~local
             self.backups.mark_dirty(run)
         if self.slot_pools.residency is not None:  # also of pages that only storage had
@@ -273,8 +273,9 @@ class Prefetch:
                 kept, pages = of(at for at in members(good) if _still_named(lease, op.named, at)), late[pool]
             pages.update(zip(members(kept), chosen(targets, positions, kept), strict=True))
             self.held[pool] -= (outcome.lost if waited else positions).bit_count() * op.counts
-            left = chosen(targets, positions, positions & ~kept)
-            self.slot_pools.give_back(self.slot_pools.place(Tier.HOST, pool), left, lease.root)
+            if left := positions & ~kept:
+                place = self.slot_pools.place(Tier.HOST, pool)
+                self.slot_pools.give_back(place, chosen(targets, positions, left), lease.root)
         if any(late):
             self.counters.late += sum(map(len, late))
             self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not op.void)

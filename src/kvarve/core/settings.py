@@ -30,7 +30,9 @@ class CoreConfig:
     storage: bool = False
     policies: Policies = Policies()
     load_deadline_s: float = LOAD_DEADLINE_S  # how long a request waits for a copy to the device that never ends
-    batch_pages: int = 16  # pages per copy: these can be late together; small, so that checks overlap with reads
+    # A copy has so many pages, and the others of its last position: they can be late together. Few, so that checks
+    # overlap with reads.
+    batch_pages: int = 16
     # A copy down from the core's own slots has more pages while they have fewer bytes than this:
     backup_bytes: int = 16 << 20  # to the host, since ranks have to agree on each copy
     store_bytes: int = 64 << 20  # to storage, since each store waits for the medium

@@ -6,7 +6,7 @@ policies.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -153,18 +153,21 @@ class Run:
 
     def put(self, place: int, local: int, slots: Sequence[int]) -> None:
         """Make local positions (bits) resident in these slots, in order; none of them may be so."""
-        assert not local & self.here[place] and local.bit_length() <= self.pages, "two slots for one page"
+        assert not local & self.here[place], "two slots for one page"
         assert local.bit_count() == len(slots), "a slot for each page"
+        assert local.bit_length() <= self.pages, "a page behind the run's end"
         table, at = self.slots[place], 0
         if table is None:
             table = self.slots[place] = array("i")
         for start, stop in boundaries.spans(local):
-            row = slots[at : at + stop - start]
-            if len(table) <= start:
+            if len(table) < start:
                 table.extend([NOWHERE] * (start - len(table)))
-                table.extend(row)
+            if len(table) == start:
+                table.extend(slots[at : at + stop - start])
+            elif stop - start == 1:
+                table[start] = slots[at]
             else:
-                table[start:stop] = array("i", row)
+                table[start:stop] = array("i", slots[at : at + stop - start])
             at += stop - start
         self.here[place] |= local
         if local & 1 and self.parent is not None:
@@ -345,13 +348,17 @@ def upward(run: Run, positions: int) -> list[tuple[Run, int]]:
     return shares
 
 
-def downward(run: Run, positions: int, values: Sequence[int]) -> Iterator[tuple[Run, int, Sequence[int]]]:
+def downward(run: Run, positions: int, values: Sequence[int]) -> list[tuple[Run, int, Sequence[int]]]:
     """The same from the root towards `run`; of `values`, one for each position in order, each run with its share."""
-    at = 0
-    for each, local in reversed(upward(run, positions)):
+    shares = upward(run, positions)
+    if len(shares) == 1:
+        return [(*shares[0], values)]
+    found, at = [], 0
+    for each, local in reversed(shares):
         count = local.bit_count()
-        yield each, local, values[at : at + count]
+        found.append((each, local, values[at : at + count]))
         at += count
+    return found
 
 
 def slots_of(run: Run, place: int, positions: int) -> list[int]:
