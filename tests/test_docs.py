@@ -1,5 +1,6 @@
 """The documentation's tables agree with the code, and its commands do no harm."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -19,6 +20,15 @@ def test_the_pages_show_the_code_as_it_is(quick: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_residency_sees_what_one_life_of_the_core_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    residency = importlib.import_module("residency")
+    watch = residency.Watch()
+    with watch.on():
+        watch.live(19)
+    assert {event for events in watch.seen.values() for event in events} == {*residency.EVENTS}
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:
