@@ -19,7 +19,7 @@ from kvarve.config import CacheConfig
 from kvarve.core import headroom
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core, Hit, Hottest
-from kvarve.core.effects import Release
+from kvarve.core.effects import Release, canonical
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease
 from kvarve.core.levels import Ages, pinned
@@ -344,7 +344,7 @@ class CacheScheduler:
         orders, self._orders = [*self._orders, *self.core.take()], []
         for order in orders if self.ranks > 1 else ():
             if not isinstance(order, ChangeMade | ChangeRefused):  # of what only this rank may have proposed
-                self._agreement.note(repr(order).encode())
+                self._agreement.note(canonical(order))
         return orders
 
     def note(self, decided: bytes) -> None:

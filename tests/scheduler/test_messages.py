@@ -1,6 +1,7 @@
 """Every message between a scheduler and a worker is plain data: it can be pickled, and comes back equal."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from wire import MESSAGES, PLAIN, SETTINGS, VALUES, PlainReader
 
 from kvarve.config import CacheConfig
 from kvarve.core.cache import Hit
-from kvarve.core.effects import Began, Copy, Ended, Hurry, Page, Probe, Release, Verified
+from kvarve.core.effects import Began, Copy, Ended, Hurry, Page, Probe, Release, Verified, canonical
 from kvarve.core.extents import Cut
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
@@ -54,6 +55,24 @@ SAMPLES: list[Any] = [
     range(3),
     frozenset({1}),
 ]
+
+
+def test_whatever_ranks_decide_differently_is_written_differently() -> None:
+    """Ranks compare what they have decided by these bytes."""
+    page, copy = Page(0, bytes(32), 1 << 80, 2), Copy(1, Tier.HOST, Tier.DEVICE, (), b"root", 0.5)
+    others = [page._replace(pool=1), page._replace(key=b"\1" * 32), page._replace(source=3), page._replace(target=1)]
+    orders: list[Any] = [
+        copy,
+        *(replace(copy, pages=pages) for pages in [(page,), (page, page), *((page, other) for other in others)]),
+        *(replace(copy, pages=(other, page)) for other in others),
+        *(replace(copy, pages=(page,), **change) for change in ({"op": 2}, {"urgent": True}, {"root": b"another"})),
+        Probe(1, (page,), b"root"),
+        Hurry((1,)),
+        ChangeMade(1),
+    ]
+    written = [canonical(order) for order in orders]
+    assert len({*written}) == len(orders)
+    assert written == [canonical(pickle.loads(pickle.dumps(order))) for order in orders]
 
 
 def test_there_is_a_sample_of_every_kind() -> None:
