@@ -304,7 +304,7 @@ class Backups:
         """Start or end the back-off of stores by how one of them ended. True if its failure does not count against the
         runs' retry budgets, since storage was failing before."""
         any_good = any(good for _, good, _ in outcomes)
-        if not any(outcome.lost & ~outcome.bad for outcome in outcomes):
+        if not any(outcome.failed for outcome in outcomes):
             if any_good:
                 self.failures, self.back_off_until = 0, self.state.now
             return False

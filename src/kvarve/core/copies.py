@@ -47,6 +47,11 @@ class PartOutcome(NamedTuple):
         """The positions that did not arrive."""
         return self.part.positions & ~self.good
 
+    @property
+    def failed(self) -> int:
+        """The positions of which there are no bytes to check: the copy itself failed."""
+        return self.lost & ~self.bad
+
 
 class Moving(NamedTuple):
     """One page of a copy in flight: pool, position, and the slots at both ends."""

@@ -65,7 +65,7 @@ Effect = Transfer | Hurry
 def canonical(order: object) -> bytes:
     """Bytes that are equal on all ranks that have decided alike. Pages are written by column, which is four times as
     fast as one by one, and there may be thousands."""
-    if not isinstance(order, Copy | Probe) or not order.pages:
+    if not isinstance(order, Transfer) or not order.pages:
         return repr(order).encode()
     pools, keys, sources, targets = zip(*order.pages, strict=True)
     columns = vars(order) | {"pages": (pools, sources, targets)}

@@ -180,7 +180,7 @@ class EngineCore(Core):
             part, good, bad = outcome
             self.counters.loaded += good.bit_count()
             self.counters.bad_host += bad.bit_count()
-            self.counters.failed += (outcome.lost & ~bad).bit_count()
+            self.counters.failed += outcome.failed.bit_count()
             op.lease.arrived[part.pool] |= good
             for run, local in upward(op.run, bad):
                 self.slot_pools.mark_bad(run, self.slot_pools.place(Tier.HOST, part.pool), local)

@@ -265,7 +265,7 @@ class Prefetch:
             (pool, positions, _, targets), good, bad = outcome
             self.counters.fetched += good.bit_count()
             self.counters.bad_storage += bad.bit_count()
-            self.counters.failed += (outcome.lost & ~bad).bit_count()
+            self.counters.failed += outcome.failed.bit_count()
             kept, pages = good, lease.landed[pool]
             if waited:
                 lease.lent[pool] += good.bit_count()

@@ -252,7 +252,7 @@ class Resuming(State):
         host, taken = self.slot_pools.place(Tier.HOST, part.pool), 0
         self.counters.loaded += good.bit_count()
         self.counters.bad_host += bad.bit_count()
-        self.counters.failed += (outcome.lost & ~bad).bit_count()
+        self.counters.failed += outcome.failed.bit_count()
         for run, local, targets in downward(tail, part.positions, part.targets):
             self.slot_pools.mark_bad(run, host, bad >> run.first & local)
             here = good >> run.first & local

@@ -30,8 +30,8 @@ class CoreConfig:
     storage: bool = False
     policies: Policies = Policies()
     load_deadline_s: float = LOAD_DEADLINE_S  # how long a request waits for a copy to the device that never ends
-    # A copy has so many pages, and the others of its last position: they can be late together. Few, so that checks
-    # overlap with reads.
+    # A copy takes whole positions until it has this many pages. Its pages are late together if it is; and checks of one
+    # copy overlap with reads of the next, so it is small.
     batch_pages: int = 16
     # A copy down from the core's own slots has more pages while they have fewer bytes than this:
     backup_bytes: int = 16 << 20  # to the host, since ranks have to agree on each copy
