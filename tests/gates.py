@@ -1,7 +1,13 @@
 """Work that tests hold up, and the threads that do it. No test stands here."""
 
 import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import Any
+
+import pytest
+
+from kvarve.testing import FaultyStorage
 
 LONG_S = 60.0
 
@@ -22,3 +28,18 @@ class Gate:
 
 def threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def lose_patience_with_stalled_calls(monkeypatch: pytest.MonkeyPatch, *sick: FaultyStorage) -> None:
+    """A tier is late once its `exists` stalls, and not by a clock: those that work may take as long as they need."""
+    late = 0
+
+    def until_done_or_stalled(answers: Sequence[Future[list[bool]]], _: float) -> object:
+        nonlocal late
+        while not (ended := wait(answers, 0.001)).done:
+            if sum(each.counts["stall: exists"] for each in sick) > late:
+                late += 1
+                break
+        return ended
+
+    monkeypatch.setattr("kvarve.storage.tiers.wait", until_done_or_stalled)

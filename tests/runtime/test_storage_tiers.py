@@ -16,6 +16,7 @@ from filling import (
     until,
 )
 
+from gates import lose_patience_with_stalled_calls
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import Breaker, Tiers, open_storage
 from kvarve.storage.memory import forget_memory
@@ -79,10 +80,11 @@ def test_pages_that_the_near_storage_damaged_come_from_the_far_one_and_are_mende
 
 
 @pytest.fixture
-def two() -> Iterator[tuple[StoreThatStays, StoreThatStays, PrefixCache]]:
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StoreThatStays, StoreThatStays, PrefixCache]]:
     """A near storage, a far one, and a cache over both with a deadline of one second."""
     near, far = a_store(), a_store()
-    tiers = Tiers([Breaker(each, deadline_s=60.0) for each in (near, far)], patience_s=0.1)
+    lose_patience_with_stalled_calls(monkeypatch, far)
+    tiers = Tiers([Breaker(each, deadline_s=60.0) for each in (near, far)])
     config = a_config(storage_deadline_s=1.0, prefetch_policy="wait_complete")
     cache = PrefixCache(an_identity(), config, storage=tiers)
     run(cache, LONG)

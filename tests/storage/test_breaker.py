@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from memories import over_memories
 
+from gates import threads
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import MemoryStorage, StorageUsage
 from kvarve.storage.breaker import Breaker
@@ -32,7 +33,7 @@ class Ward:
     def __init__(self, *rules: Rule, **settings: float) -> None:
         self.sick = FaultyStorage(MemoryStorage(1 << 20, LABEL, "model A"), rules, stall_limit_s=LONG_S)
         self.clock, self.turns, self.pauses = Clock(), queue.Queue[bool](), queue.Queue[tuple[threading.Event, float]]()
-        self.before = threading.active_count()
+        self.before = {*threading.enumerate()}
         self.storage = Breaker(
             self.sick,
             deadline_s=DEADLINE_S,
@@ -102,7 +103,7 @@ def make_ward() -> Iterator[Callable[..., Ward]]:
     yield make
     for ward in wards:
         ward.close()
-        assert threading.active_count() == ward.before
+        assert ward.before.issuperset(threading.enumerate())
         assert ward.turns.empty(), "a callback for a change that did not happen"
 
 
@@ -305,12 +306,13 @@ def test_a_probe_that_hangs_stays_the_only_one(ward: Ward) -> None:
     ward.probe()
     ward.sick.wait_for_stalled_call()
     asked = ward.sick.counts["exists"]
-    threads = threading.active_count()
+    probing = threads("kvarve probes")
     for _ in range(5):
         ward.clock.now += 10 * DEADLINE_S
         assert not ward.storage.up
         assert get(ward.storage, "a") is None
-    assert (ward.sick.counts["exists"], threading.active_count()) == (asked, threads)
+    assert (ward.sick.counts["exists"], threads("kvarve probes")) == (asked, probing)
+    assert len(probing) == 1
     ward.sick.release()
     assert ward.turn() is True
 
@@ -355,7 +357,7 @@ def test_closing_while_it_is_down_ends_the_asking(ward: Ward) -> None:
     ward.go_down()
     ward.next_pause()
     ward.storage.close()
-    assert threading.active_count() == ward.before
+    assert ward.before.issuperset(threading.enumerate())
     assert not ward.storage.up
     with pytest.raises(StorageError, match="closed"):
         ward.storage.exists(["a"])

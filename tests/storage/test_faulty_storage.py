@@ -158,7 +158,7 @@ def test_a_stalled_call_waits_until_it_is_released():
     storage.release()
     caller.join()
     assert answers == [[True]]
-    assert storage.counts["stall"] == 1
+    assert storage.counts["stall"] == 1 == storage.counts["stall: put"]
 
 
 def test_only_calls_of_the_stalled_kind_wait():

@@ -7,6 +7,7 @@ import pytest
 from memories import over_memories
 from tier_rows import LONG_S, ROOM, MakeRow, Row, page, read
 
+from gates import lose_patience_with_stalled_calls
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.testing import FaultyStorage, MakeStorage, Rule, StorageSuite
@@ -26,7 +27,7 @@ class TestTiers(StorageSuite):
                 tiers[1] = FaultyStorage(tiers[1])
                 tiers[1].dead = True
             breakers = [Breaker(tier, deadline_s=LONG_S, probe_first_s=0.001) for tier in tiers]
-            return Tiers(breakers, whole=(lambda _: True) if "promote" in kind else None)
+            return Tiers(breakers, whole=(lambda _: True) if "promote" in kind else None, patience_s=LONG_S)
 
         with over_memories(build) as make:
             yield make
@@ -59,8 +60,10 @@ def test_a_far_tier_that_hangs_delays_no_call(row: Row) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_tier_that_is_late_with_what_it_has_is_passed_over_until_it_answers(make_row: MakeRow, number: int) -> None:
-    row = make_row(patience_s=0.01)
+def test_a_tier_that_is_late_with_what_it_has_is_passed_over_until_it_answers(
+    row: Row, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_patience_with_stalled_calls(monkeypatch, *row.sick)
     row.put("a", "b")
     row.settle()
     other = 1 - number
@@ -86,8 +89,8 @@ def test_a_tier_that_is_late_with_what_it_has_is_passed_over_until_it_answers(ma
     assert read(row.storage, "b") == page("b")
 
 
-def test_a_read_waits_if_all_tiers_are_late(make_row: MakeRow) -> None:
-    row = make_row(patience_s=0.01)
+def test_a_read_waits_if_all_tiers_are_late(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose_patience_with_stalled_calls(monkeypatch, *row.sick)
     row.put("a")
     row.settle()
     for sick in row.sick:

@@ -38,7 +38,7 @@ class Row:
     """Tiers that fail as told, each behind a breaker that opens at the first failure and probes when told."""
 
     def __init__(self, capacities: Sequence[int] = (ROOM, ROOM), **more: object) -> None:
-        self.before = threading.active_count()
+        self.before = {*threading.enumerate()}
         self.sick = [FaultyStorage(MemoryStorage(size, LABEL, "model A"), stall_limit_s=LONG_S) for size in capacities]
         self.pauses = [queue.Queue[threading.Event]() for _ in capacities]
         self.told: queue.Queue[bool] = queue.Queue()
@@ -47,7 +47,8 @@ class Row:
             for sick, pauses in zip(self.sick, self.pauses, strict=True)
         ]
         self.storage = Tiers(
-            self.breakers, **({"whole": whole, "changed": lambda: self.told.put(self.storage.up)} | more)
+            self.breakers,
+            **({"whole": whole, "changed": lambda: self.told.put(self.storage.up), "patience_s": LONG_S} | more),
         )
         self.callers = ThreadPoolExecutor(4)
         self.settle()

@@ -41,7 +41,7 @@ class Rule:
 
 
 class FaultyStorage(AlteredStorage):
-    """`inner` with the faults of `rules`. `counts`: of calls, and of faults injected."""
+    """`inner` with the faults of `rules`. `counts`: of calls, and of faults injected (stalls also by call)."""
 
     def __init__(self, inner: Storage, rules: Iterable[Rule] = (), *, seed: int = 0, stall_limit_s: float = 30) -> None:
         super().__init__(inner)
@@ -146,6 +146,7 @@ class FaultyStorage(AlteredStorage):
             nth, nth_of_all = self.counts[call], self._calls
         if self._stalled in (None, call) and not self._running.is_set():
             self._count("stall")
+            self._count(f"stall: {call}")
             self._arrivals.release()
             if not self._running.wait(self._stall_limit_s):
                 raise StorageError(f"injected: {call} stalled for {self._stall_limit_s} s")
