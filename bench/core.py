@@ -6,8 +6,10 @@ Times are of the calling thread's CPU as well as of the wall, since the machine 
 the packing of the prompt's tokens left out (an engine packs a prompt once); `insert` takes device slots for the new
 pages of a prompt and adds them to the tree; `open_close` finds, names, pins and unpins a prompt's pages;
 `turn` is a request's whole life in the core; its `shared` pools have memory by extents. In `runs_256` another prompt
-branches off after every 256 tokens, so
-that each 256 tokens of the path are a run of their own.
+branches off after every 256 tokens, so that each 256 tokens of the path are a run of their own.
+
+`restore` is the way of a prompt from storage: `open` names its pages and asks for them; `asked` has the answer and
+sends the fetches; `fetched` has all pages in the host; `claim` sends the load; `loaded` has them on the device.
 """
 
 import gc
@@ -15,13 +17,16 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from common import arguments, machine, show, watched, write_json
+from kvarve.boundaries import ones
 from kvarve.core.cache import Core
+from kvarve.core.effects import Copy, Ended, Probe
 from kvarve.core.extents import Cut
 from kvarve.core.lease import Lease
-from kvarve.core.settings import CoreConfig
+from kvarve.core.settings import CoreConfig, Slots
 from kvarve.keys import pack, root_key
 from kvarve.model import BufferSpec, PoolSpec, Tier
 
@@ -29,12 +34,14 @@ ROOT = root_key(b"bench")
 LOOKBACKS = (None, 2, 1, 16)  # attention, a window, a state, a long window
 
 
-def core(pools: int, page: int, slots: int, shared: bool = False) -> Core:
-    """`shared`: the pools share the memory of all slots by extents, of eight pages or one state."""
+def core(pools: int, page: int, slots: int, shared: bool = False, storage: bool = False) -> Core:
+    """`shared`: the pools share the memory of all slots by extents, of eight pages or one state. With a `storage` there
+    is a host, too."""
     rows = tuple(PoolSpec(f"pool{i}", (BufferSpec("x", (1,), "uint8"),), LOOKBACKS[i]) for i in range(pools))
     per = tuple(1 if row.lookback == 1 else 8 for row in rows)
     device = Cut(slots * pools // 8, per, (2,) * pools) if shared else (slots,) * pools
-    return Core(CoreConfig(rows, {Tier.DEVICE: device}, page_tokens=page, chunk_tokens=page))
+    tiers: Slots = {Tier.DEVICE: device} | ({Tier.HOST: device} if storage else {})
+    return Core(CoreConfig(rows, tiers, page_tokens=page, chunk_tokens=page, storage=storage))
 
 
 def tokens(rng: random.Random, count: int) -> bytes:
@@ -72,14 +79,22 @@ def fill(cache: Core, rng: random.Random, total: int) -> int:
     return held
 
 
+Times = dict[str, tuple[list[float], list[float]]]  # by case, in microseconds: wall and CPU
+
+
+def noted(times: Times, case: str, work: Callable[[], object]) -> None:
+    c, w = time.thread_time(), time.perf_counter()
+    work()
+    wall, cpu = times.setdefault(case, ([], []))
+    wall.append((time.perf_counter() - w) * 1e6)
+    cpu.append((time.thread_time() - c) * 1e6)
+
+
 def timed(work: Callable[[], object], times: int) -> dict[str, float]:
-    wall, cpu = [], []
+    noted_times: Times = {}
     for _ in range(times):
-        c, w = time.thread_time(), time.perf_counter()
-        work()
-        wall.append((time.perf_counter() - w) * 1e6)
-        cpu.append((time.thread_time() - c) * 1e6)
-    return summary(wall, cpu)
+        noted(noted_times, "", work)
+    return summary(*noted_times[""])
 
 
 def summary(wall: list[float], cpu: list[float]) -> dict[str, float]:
@@ -138,13 +153,10 @@ def insert_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str,
     base = {"page": page, "pools": pools, "tree_tokens": tree}
     rows = []
     for length, prompts in batches.items():
-        times: dict[str, tuple[list[float], list[float]]] = {"fresh": ([], []), "duplicate": ([], [])}
+        times: Times = {}
         for prompt in prompts:
             for lease, case in [(begin(cache, prompt), "fresh"), (begin(cache, prompt), "duplicate")]:
-                c, w = time.thread_time(), time.perf_counter()
-                keep(cache, lease)
-                times[case][0].append((time.perf_counter() - w) * 1e6)
-                times[case][1].append((time.thread_time() - c) * 1e6)
+                noted(times, case, partial(keep, cache, lease))
                 cache.close(lease)
         for case, (wall, cpu) in times.items():
             rows.append({"bench": "insert", **base, "prompt_tokens": length, "case": case} | summary(wall, cpu))
@@ -167,16 +179,14 @@ def turn_rows(page: int, pools: int, quick: bool, shared: bool = False) -> list[
     cache = core(pools, page, room // page, shared)
     systems = [tokens(rng, 1024) for _ in range(8)]
     talks = [systems[i % 8] + tokens(rng, 64) for i in range(count)]
-    wall, cpu = [], []
+    case = "shared" if shared else "fresh"
+    times: Times = {}
     for _ in range(turns):
         order = list(range(count))
         rng.shuffle(order)
         for i in order:
             talks[i] += tokens(rng, step)
-            c, w = time.thread_time(), time.perf_counter()
-            request(cache, talks[i])
-            wall.append((time.perf_counter() - w) * 1e6)
-            cpu.append((time.thread_time() - c) * 1e6)
+            noted(times, case, partial(request, cache, talks[i]))
     return [
         {
             "bench": "turn",
@@ -184,10 +194,47 @@ def turn_rows(page: int, pools: int, quick: bool, shared: bool = False) -> list[
             "pools": pools,
             "tree_tokens": room,
             "prompt_tokens": step,
-            "case": "shared" if shared else "fresh",
+            "case": case,
         }
-        | summary(wall, cpu)
+        | summary(*times[case])
     ]
+
+
+def end(cache: Core, times: Times, case: str) -> None:
+    """All that was sent so far ends well."""
+    sent = [each for each in cache.take() if isinstance(each, Copy | Probe)]
+    noted(times, case, lambda: cache.step([Ended(each.op, ones(len(each.pages))) for each in sent], 0.0))
+
+
+def restore(cache: Core, prompt: bytes, times: Times) -> Lease:
+    """Bring a prompt that only the storage has to the device."""
+    cache.flush((Tier.DEVICE, Tier.HOST))
+    opened: list[Lease] = []
+    noted(times, "open", lambda: opened.append(cache.open(ROOT, prompt, 0.0)))
+    end(cache, times, "asked")
+    end(cache, times, "fetched")
+    noted(times, "claim", lambda: cache.claim(opened[0], 0.0))
+    end(cache, times, "loaded")
+    assert cache.claim(opened[0], 0.0)
+    return opened[0]
+
+
+def restore_rows(page: int, pools: int, quick: bool) -> list[dict[str, Any]]:
+    rng = random.Random(17)
+    rows = []
+    for length in (10_240,) if quick else (10_240, 102_400):
+        cache, prompt = core(pools, page, 2 * length // page, storage=True), tokens(rng, length + 1)
+        request(cache, prompt)
+        while not cache.idle():
+            end(cache, {}, "stored")
+        times: Times = {}
+        for _ in range(3 if quick else 20):
+            lease = restore(cache, prompt, times)
+            assert lease.boundary == length // page
+            cache.close(lease)
+        base = {"bench": "restore", "page": page, "pools": pools, "tree_tokens": length, "prompt_tokens": length}
+        rows += [base | {"case": case} | summary(*columns) for case, columns in times.items()]
+    return rows
 
 
 def ten_times(page: int, tree: int) -> dict[str, float]:
@@ -241,6 +288,7 @@ def main() -> None:
         rows += insert_rows(page, pools, tree, args.quick)
         rows += turn_rows(page, pools, args.quick)
         rows += turn_rows(page, pools, args.quick, shared=True) if pools > 1 else []
+        rows += restore_rows(page, pools, args.quick)
     page = cases[0][0]
 
     def cost(among: list[dict[str, Any]], **want: object) -> float:

@@ -26,10 +26,10 @@ class Quick:
 def quick(tmp_path: Path) -> Callable[..., Quick]:
     """Runs `bench/NAME --quick`, where warnings are errors, and checks that it leaves no file in its folder."""
 
-    def run(name: str, *, folder: bool = True) -> Quick:
+    def run(name: str, *more: str, folder: bool = True) -> Quick:
         out, work = tmp_path / "figures.json", tmp_path / "work"
         work.mkdir()
-        words = [f"bench/{name}", "--quick", "--json", str(out), *(("--dir", str(work)) if folder else ())]
+        words = [f"bench/{name}", "--quick", "--json", str(out), *more, *(("--dir", str(work)) if folder else ())]
         done = subprocess.run(
             [sys.executable, "-W", "error", *words],
             cwd=ROOT,
