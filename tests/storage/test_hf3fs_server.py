@@ -18,7 +18,7 @@ import pytest
 from hf3fs_laws import audit
 from hf3fs_metadata_suite import LABEL, LONG_S, K, look, number, store, there
 from hf3fs_server import Local, ended, runs
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from processes import until
 
@@ -405,6 +405,7 @@ words = st.sampled_from(["a", "b", "g-1", "", "..", "a/b", "x" * 201, "\n"])
 
 
 @given(st.lists(st.tuples(st.sampled_from([*CALLS, "none"]), st.lists(words, max_size=3), numbers), max_size=20))
+@example([("reserve", ["a"], [7, 0, K])])
 def test_any_call_is_carried_out_or_none(calls: list[tuple[str, list[str], list[int]]]) -> None:
     table = SlotTable(8 * K, None, (10**15, 0), empty=False)
     for at, (call, names, given_) in enumerate(calls):
