@@ -178,12 +178,12 @@ def test_a_request_that_comes_while_the_engine_stops_gets_its_last_output(
     engine, going, ready = make(start=False), threading.Event(), threading.Event()
     step = engine.cache.step
 
-    def last_step(say: Callable[[], bytes]) -> bytes:
+    def last_step(*say: Callable[[], bytes]) -> bytes:
         ready.set()
         assert going.wait(LONG_S)
         if broken:
             raise AssertionError("a bug")
-        return step(say)
+        return step(*say)
 
     monkeypatch.setattr(engine.cache, "step", last_step)
     engine.start()
@@ -205,11 +205,12 @@ def test_a_request_that_comes_while_the_engine_stops_gets_its_last_output(
     for other in others:
         other.start()
     if not broken:
-        engine._stopping.set()
+        others.append(threading.Thread(target=engine.shutdown))
+        others[-1].start()
     going.set()
-    engine._thread.join(LONG_S)
-    for other in others:
+    for other in (engine._thread, *others):
         other.join(LONG_S)
+        assert not other.is_alive()
     for request in requests:
         assert request.result(1)[2].finish in (Finish.ERROR, Finish.ABORT, Finish.LENGTH)
     assert told[-1] == "busy"
