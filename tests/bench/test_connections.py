@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.long
 def test_a_quick_run_has_streams_alone_and_beside_idle_connections(quick: Callable[..., Any]) -> None:
     figures = quick("connections.py", folder=False).figures
     assert [row["streams"] for row in figures["rows"]] == ["alone", "beside idle ones"]

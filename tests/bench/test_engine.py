@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 RATIOS = {
     "warm_host_ttft",
     "warm_storage_ttft",
@@ -20,6 +22,7 @@ RATIOS = {
 }
 
 
+@pytest.mark.long
 def test_a_quick_run_prints_every_ratio_and_leaves_nothing_behind(quick: Callable[..., Any]) -> None:
     done = quick("engine.py")
     ratios = done.figures["ratios"]

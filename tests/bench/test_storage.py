@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 RATIOS = {
     "durable_put_over_raw",
     "cold_get_over_raw",
@@ -18,6 +20,7 @@ RATIOS = {
 }
 
 
+@pytest.mark.long
 def test_a_quick_run_measures_every_way_and_leaves_nothing_behind(quick: Callable[..., Any]) -> None:
     figures = quick("storage.py").figures
     assert {*figures["ratios"]} == RATIOS

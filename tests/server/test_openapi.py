@@ -1,11 +1,9 @@
 """The document at /openapi.json is true of paths, keys and bodies. `test_fuzzed_openapi.py` asks what it says."""
 
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from servers import serving
 from talk import Body, refused
 
 from kvarve.engine.requests import BOUNDS
@@ -97,15 +95,3 @@ def test_the_bounds_of_a_number_are_those_that_are_kept(client: httpx.Client, na
 
 def _as_json(value: Any) -> Any:
     return [*value] if isinstance(value, tuple) else value
-
-
-@pytest.mark.timeout(280)
-def test_a_front_adds_its_own_paths_to_a_replicas_document(checkpoint: Path, tmp_path: Path) -> None:
-    shape = ("--page-tokens", 16, "--chunk-tokens", 64, "--device-memory", "8MiB", "--host-memory", "0", "--threads", 1)
-    words = ("--model", checkpoint, "--served-model-name", "singer", *shape, "--dp", 2, "--admin-key", ADMIN)
-    with serving(tmp_path, *words) as (_, client):
-        told = document(client)
-        assert {*told["paths"]} == {*OPERATIONS}
-        key = {"Authorization": f"Bearer {ADMIN}"}
-        assert client.get("/admin/replicas", headers=key).status_code == 200
-        assert "number" in refused(client.post("/admin/replicas/first/restart", headers=key), 400)

@@ -13,6 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+from talk import refused
+
+from kvarve.server.openapi import OPERATIONS
 
 PATIENCE_S = 300.0
 ADMIN = {"Authorization": "Bearer the-admin"}
@@ -117,6 +120,11 @@ def test_the_front_counts_what_it_rejects_itself_and_no_answer_of_a_replica(clie
     own = [line for line in lines if 'replica="front"' in line]
     assert any('status="404"' in line for line in own) and not any('status="400"' in line for line in own)
     assert any('status="400"' in line for line in lines)
+
+
+def test_the_document_has_the_paths_of_the_front_too(client: httpx.Client) -> None:
+    assert {*client.get("/openapi.json").json()["paths"]} == {*OPERATIONS}
+    assert "number" in refused(client.post("/admin/replicas/first/restart", headers=ADMIN), 400)
 
 
 def test_keys_are_asked_for_as_by_one_server(client: httpx.Client) -> None:

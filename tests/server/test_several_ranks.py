@@ -83,7 +83,7 @@ def cached(answer: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=ON_GPU)], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
 def test_without_one_rank_all_end_and_say_which_and_a_restart_serves_from_storage(
     how: str, gpu: bool, tmp_path: Path
 ) -> None:

@@ -42,7 +42,7 @@ def test_without_a_service_manager_or_with_one_that_is_gone_nothing_is_told(
         tell_systemd()("READY=1")
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_service_manager_hears_of_phases_readiness_and_the_end(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dp: int
 ) -> None:
