@@ -83,9 +83,9 @@ Times = dict[str, tuple[list[float], list[float]]]  # by case, in microseconds: 
 
 
 def noted(times: Times, case: str, work: Callable[[], object]) -> None:
+    wall, cpu = times.setdefault(case, ([], []))
     c, w = time.thread_time(), time.perf_counter()
     work()
-    wall, cpu = times.setdefault(case, ([], []))
     wall.append((time.perf_counter() - w) * 1e6)
     cpu.append((time.thread_time() - c) * 1e6)
 

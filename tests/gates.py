@@ -31,7 +31,8 @@ def threads(name: str) -> list[threading.Thread]:
 
 
 def lose_patience_with_stalled_calls(monkeypatch: pytest.MonkeyPatch, *sick: FaultyStorage) -> None:
-    """A tier is late once its `exists` stalls, and not by a clock: those that work may take as long as they need."""
+    """A tier is late once its `exists` stalls, and not by a clock: those that work may take as long as they need. One
+    caller asks at a time, so that it is its call that has stalled."""
     late = 0
 
     def until_done_or_stalled(answers: Sequence[Future[list[bool]]], _: float) -> object:

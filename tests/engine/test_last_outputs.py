@@ -224,6 +224,7 @@ def test_a_failed_assertion_in_a_call_from_another_thread_stops_the_engine_too(m
     with pytest.raises(AssertionError, match="a law"):
         engine.ask(broken, LONG_S)
     engine._thread.join(LONG_S)
+    assert not engine._thread.is_alive()
     assert engine.broken == "the engine has stopped: AssertionError: a law"
 
 

@@ -266,6 +266,8 @@ def test_calls_that_hang_hold_a_bounded_number_of_buffers_and_threads(memory: Me
         assert Slots().load(objects) == [False] * 12
     assert objects.counts["busy"] > 0
     assert objects._buffers._left == 0
+    for _ in range(6):
+        gate.wait_for_stalled_call()
     assert gate.counts["stall"] == 6
     gate.release()
     settled(objects)

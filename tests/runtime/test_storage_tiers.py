@@ -80,12 +80,14 @@ def test_pages_that_the_near_storage_damaged_come_from_the_far_one_and_are_mende
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StoreThatStays, StoreThatStays, PrefixCache]]:
-    """A near storage, a far one, and a cache over both with a deadline of one second."""
+def two(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[StoreThatStays, StoreThatStays, PrefixCache]]:
+    """A near storage, a far one, and a cache over both with a deadline in seconds."""
     near, far = a_store(), a_store()
     lose_patience_with_stalled_calls(monkeypatch, far)
     tiers = Tiers([Breaker(each, deadline_s=60.0) for each in (near, far)])
-    config = a_config(storage_deadline_s=1.0, prefetch_policy="wait_complete")
+    config = a_config(storage_deadline_s=request.param, prefetch_policy="wait_complete")
     cache = PrefixCache(an_identity(), config, storage=tiers)
     run(cache, LONG)
     settle(cache)
@@ -96,6 +98,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StoreThatStays, Store
     cache.shutdown()
 
 
+@pytest.mark.parametrize("two", [60.0], indirect=True)
 def test_a_far_storage_that_does_not_answer_costs_nothing_of_what_the_near_one_has(
     two: tuple[StoreThatStays, StoreThatStays, PrefixCache],
 ) -> None:
@@ -109,6 +112,7 @@ def test_a_far_storage_that_does_not_answer_costs_nothing_of_what_the_near_one_h
     far.release()
 
 
+@pytest.mark.parametrize("two", [1.0], indirect=True)
 def test_new_workers_replace_those_that_hang_reading_from_a_far_storage(
     two: tuple[StoreThatStays, StoreThatStays, PrefixCache],
 ) -> None:

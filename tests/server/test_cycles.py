@@ -105,6 +105,7 @@ class Traffic:
         self._over.set()
         for thread in self._threads:
             thread.join(LONG_S)
+            assert not thread.is_alive()
 
 
 @pytest.fixture

@@ -85,7 +85,6 @@ def test_a_sighup_during_the_start_is_obeyed_when_the_server_is_ready(checkpoint
         assert process.wait() == 0
 
 
-@pytest.mark.long
 def test_replicas_drain_as_one_server(checkpoint: Path, tmp_path: Path, song: str) -> None:
     ask = {"prompt": song, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with serving(tmp_path, "--model", checkpoint, *SHAPE, "--dp", 2, "--drain-s", 600) as (process, client):

@@ -116,8 +116,9 @@ def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_later_a
 
 
 def test_behind_a_breaker_it_is_down_until_it_goes_on(server, opened):
-    storage = Breaker(opened(server.url()), deadline_s=0.05, probe_first_s=0.01, probe_most_s=0.02)
-    put(storage, page=b"1")
+    inner = opened(server.url())
+    put(inner, page=b"1")
+    storage = Breaker(inner, deadline_s=0.05, probe_first_s=0.01, probe_most_s=0.02)
     with server.stopped():
         with pytest.raises(StorageError):
             get(storage, "page")

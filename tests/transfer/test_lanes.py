@@ -138,7 +138,7 @@ def test_what_waits_behind_a_call_that_hangs_ends_at_its_deadline(gate: Gate) ->
 
 def test_another_worker_replaces_one_that_hangs_which_exits_when_its_call_returns(gate: Gate) -> None:
     ends, clock = Ends(), Clock()
-    lane = Lane("test", ends, clock=clock, patience_s=10.0)
+    lane = Lane("another", ends, clock=clock, patience_s=10.0)
     lane.send(0, gate, LONG_S)
     gate.wait_until_begun()
     lane.send(1, lambda: (1, 0), 100.0)
@@ -150,12 +150,12 @@ def test_another_worker_replaces_one_that_hangs_which_exits_when_its_call_return
     assert collect(ends, 1) == [Ended(1, 1)]
     assert lane.busy_s() == 0
     assert lane.stuck_s() > 10
-    assert len(threads("kvarve test")) == 2
+    assert len(threads("kvarve another")) == 2
     gate.open.set()
     assert collect(ends, 1) == [Ended(0, 1)]
-    for thread in threads("kvarve test 0"):
+    for thread in threads("kvarve another 0"):
         thread.join(LONG_S)
-    assert len(threads("kvarve test")) == 1
+    assert len(threads("kvarve another")) == 1
     lane.send(2, lambda: (1, 0), LONG_S)
     assert collect(ends, 1) == [Ended(2, 1)]
     assert lane.close(LONG_S)

@@ -181,8 +181,6 @@ def _reserve(table: SlotTable, label: bytes, names: Sequence[str], numbers: Sequ
     request, ms, *slot_bytes = numbers
     if not all(0 < size <= MOST_SLOT_BYTES and not size % SLOT_ALIGNMENT for size in slot_bytes):
         raise BadCall("no slot has that size")
-    if not ms:
-        raise BadCall("a reservation is for some time")
     answers = table.reserve(label, request, names, slot_bytes, ms / 1000, now)
     return _flat(each if isinstance(each, Slot) else (0, int(each), 0) for each in answers)
 
