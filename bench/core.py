@@ -83,6 +83,7 @@ Times = dict[str, tuple[list[float], list[float]]]  # by case, in microseconds: 
 
 
 def noted(times: Times, case: str, work: Callable[[], object]) -> None:
+    """Do it, and add how long it took to the times of its case."""
     wall, cpu = times.setdefault(case, ([], []))
     c, w = time.thread_time(), time.perf_counter()
     work()
