@@ -3,10 +3,13 @@
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Protocol
 
 import pytest
 from hf3fs_stores import Stores, stores_in
@@ -16,8 +19,10 @@ from gates import Gate
 from kvarve.background import BackgroundCall
 from kvarve.errors import StorageError
 from kvarve.regions import HostRegion, shared_region
+from kvarve.storage import base as base_module
 from kvarve.storage import deadline
 from kvarve.storage.file.disk import Disk
+from kvarve.storage.hf3fs import engine_usrbio as engine_module
 from kvarve.storage.hf3fs import storage as storage_module
 from kvarve.storage.hf3fs.engine_usrbio import LOST
 from kvarve.testing.suite import get, put
@@ -50,8 +55,29 @@ def filled(views: list[memoryview]) -> list[bytes]:
     return [bytes(view) for view in views]
 
 
-def only(*, read: bool, fate: Fate) -> Callable[[Operation], Fate]:
-    return lambda operation: fate if operation.read == read else Fate.DONE
+class Hold(Protocol):
+    def __call__(self, *, reads: bool, fate: Fate) -> None: ...
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch, daemon: Emulator) -> Hold:
+    """The daemon holds reads, or writes; the deadline of a call passes when it has asked for one."""
+    ahead_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
+    for module in base_module, engine_module:
+        monkeypatch.setattr(module, "time", clock)
+
+    def hold(*, reads: bool, fate: Fate) -> None:
+        def behave(operation: Operation) -> Fate:
+            nonlocal ahead_s
+            if operation.read != reads:
+                return Fate.DONE
+            ahead_s += LONG_S
+            return fate
+
+        daemon.behave = behave
+
+    return hold
 
 
 def test_a_ring_of_few_entries_moves_a_large_call(stores: Stores, daemon: Emulator) -> None:
@@ -108,7 +134,7 @@ def test_many_threads_share_few_rings_and_none_is_used_by_two(stores: Stores, da
 
 
 def test_a_read_into_a_callers_memory_does_not_return_while_something_may_be_written_there(
-    stores: Stores, daemon: Emulator
+    stores: Stores, daemon: Emulator, hold: Hold
 ) -> None:
     storage, region = stores.open(), shared_region(2 * PAGE_BYTES)
     storage.register(region)
@@ -116,17 +142,17 @@ def test_a_read_into_a_callers_memory_does_not_return_while_something_may_be_wri
     wanted = filled(views)
     assert all(storage.put(["a", "b"], views))
     region.memory[:] = b"." * region.size_bytes
-    daemon.behave = only(read=True, fate=Fate.LATE)
+    hold(reads=True, fate=Fate.LATE)
 
     def read() -> object:
-        with deadline(SOON_S):
+        with deadline(LONG_S):
             return storage.get(["a", "b"], views)
 
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read)
         until(lambda: daemon.held == 4, "a read that was asked for")
         with pytest.raises(NotYet):
-            reading.result(5 * SOON_S)
+            reading.result(SOON_S)
         daemon.release()
         with pytest.raises(StorageError, match="in time"):
             reading.result(LONG_S)
@@ -136,7 +162,7 @@ def test_a_read_into_a_callers_memory_does_not_return_while_something_may_be_wri
     assert [bytes(view) for view in views] == wanted
 
 
-def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emulator) -> None:
+def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emulator, hold: Hold) -> None:
     class Gone(Disk):
         gone = False
 
@@ -150,17 +176,19 @@ def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emul
         storage, region = stores.open(disk=disk), shared_region(PAGE_BYTES)
         storage.register(region)
         assert all(storage.put(["a"], pages(region)))
-        daemon.behave = only(read=True, fate=Fate.LOST)
+        hold(reads=True, fate=Fate.LOST)
         disk.gone = True
-        with deadline(SOON_S), pytest.raises(StorageError, match="in time"):
+        with deadline(LONG_S), pytest.raises(StorageError, match="in time"):
             storage.get(["a"], pages(region))
 
 
-def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(stores: Stores, daemon: Emulator) -> None:
+def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(
+    stores: Stores, daemon: Emulator, hold: Hold
+) -> None:
     storage = stores.open(threads=1)
     stores.stop_the_clock()
-    daemon.behave = only(read=False, fate=Fate.LATE)
-    with deadline(SOON_S), pytest.raises(StorageError, match="stored 0 of 1"):
+    hold(reads=False, fate=Fate.LATE)
+    with deadline(LONG_S), pytest.raises(StorageError, match="stored 0 of 1"):
         put(storage, page=b"late")
     engine = storage._engine
     assert len(engine._lost) == 1
@@ -172,10 +200,12 @@ def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(st
     assert get(storage, "page") == b"in time"
 
 
-def test_a_ring_of_an_earlier_mount_is_not_used_again_when_it_answers_at_last(stores: Stores, daemon: Emulator) -> None:
+def test_a_ring_of_an_earlier_mount_is_not_used_again_when_it_answers_at_last(
+    stores: Stores, daemon: Emulator, hold: Hold
+) -> None:
     storage = stores.open(threads=1)
-    daemon.behave = only(read=False, fate=Fate.LATE)
-    with deadline(SOON_S), pytest.raises(StorageError, match="stored 0 of 1"):
+    hold(reads=False, fate=Fate.LATE)
+    with deadline(LONG_S), pytest.raises(StorageError, match="stored 0 of 1"):
         put(storage, page=b"late")
     engine = storage._engine
     ((late, _),) = engine._lost
@@ -186,11 +216,11 @@ def test_a_ring_of_an_earlier_mount_is_not_used_again_when_it_answers_at_last(st
     assert late not in engine._idle[False]
 
 
-def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daemon: Emulator) -> None:
+def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daemon: Emulator, hold: Hold) -> None:
     storage = stores.open(threads=2)
-    daemon.behave = only(read=False, fate=Fate.LOST)
+    hold(reads=False, fate=Fate.LOST)
     for turn in range(LOST):
-        with deadline(SOON_S), pytest.raises(StorageError, match="in time"):
+        with deadline(LONG_S), pytest.raises(StorageError, match="in time"):
             put(storage, **{f"page-{turn}": b"1"})
     lent = daemon.lent
     with pytest.raises(StorageError, match=f"{LOST} rings do not answer"):
@@ -296,12 +326,12 @@ def test_a_close_under_a_call_that_hangs_ends_and_what_it_uses_is_closed_when_it
 
 
 def test_a_close_while_rings_are_late_ends_and_takes_nothing_back_that_is_in_use(
-    stores: Stores, daemon: Emulator
+    stores: Stores, daemon: Emulator, hold: Hold
 ) -> None:
     storage, region = stores.open(), shared_region(PAGE_BYTES)
     storage.register(region)
-    daemon.behave = only(read=False, fate=Fate.LATE)
-    with deadline(SOON_S), pytest.raises(StorageError):
+    hold(reads=False, fate=Fate.LATE)
+    with deadline(LONG_S), pytest.raises(StorageError):
         storage.put(["page"], pages(region))
     storage.close()
     daemon.release()
