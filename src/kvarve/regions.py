@@ -5,16 +5,15 @@ process maps by name (the rings of 3FS): those are told of each region once, and
 """
 
 import ctypes
-import fcntl
 import mmap
 import os
 import secrets
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvarve.errors import ConfigError
+from kvarve.leftovers import locked, sweep
 
 SHARED = Path("/dev", "shm")  # POSIX shared memory of Linux
 _PREFIX = "kvarve-"
@@ -44,7 +43,7 @@ def shared_region(size_bytes: int) -> HostRegion:
     All of it is committed at once, since a system without memory would otherwise kill the process that writes it. The
     name of a process that was killed is removed by the next one. ConfigError: there is not so much shared memory.
     """
-    _sweep()
+    sweep(SHARED.glob(f"{_PREFIX}*-????????????????"))
     path, file = _made()
     try:
         os.posix_fallocate(file, 0, size_bytes)
@@ -66,25 +65,11 @@ def _made() -> tuple[Path, int]:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"no shared memory in {SHARED}: {error}") from None
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file).st_nlink:
+        if locked(file):
             return path, file
-        os.close(file)  # another process took it for one that was left behind, before it was locked
+        os.close(file)
 
 
 def _remove(path: Path, maker: int) -> None:
     if os.getpid() == maker:  # not in a child after a fork
         path.unlink(missing_ok=True)
-
-
-def _sweep() -> None:
-    """Remove the shared memory of processes that have ended without removing it."""
-    for path in SHARED.glob(f"{_PREFIX}*-????????????????"):
-        with suppress(OSError):
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(file).st_uid == os.geteuid():
-                    path.unlink()
-            finally:
-                os.close(file)

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from torch import Tensor
 from kvarve.engine.identity import without_threads
 from kvarve.engine.shards import BY_GROUPS, SHARDING
 from kvarve.errors import Broken, ConfigError
+from kvarve.leftovers import temporary_folder
 from kvarve.model import ModelIdentity
 from kvarve.ranks.group import ALL, Group
 from kvarve.ranks.star import GroupEnded, Listener, Star, alike, connect
@@ -303,8 +303,8 @@ def started(
     check_ranks(ranks, nodes, node, address)
     per_node = ranks // nodes
     host = host_and_port(address) if nodes > 1 else None
-    with tempfile.TemporaryDirectory(prefix="kvarve-ranks-") as folder:
-        first = Place(node * per_node, ranks, Path(folder), host, 0, node == 0, deadline_s)
+    with temporary_folder("kvarve-ranks-") as folder:
+        first = Place(node * per_node, ranks, folder, host, 0, node == 0, deadline_s)
         listener = None if node else first.listen()
         spawn = multiprocessing.get_context("spawn")
         others: list[BaseProcess] = []

@@ -1,0 +1,101 @@
+"""What a killed process has left where all processes make things goes with the next one; all else stays."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvarve import leftovers
+from kvarve.engine.ranks import started
+from kvarve.leftovers import locked, sweep
+from kvarve.regions import SHARED, shared_region
+
+WORKS = """
+import sys
+from kvarve.engine.ranks import started
+from kvarve.regions import shared_region
+
+with started(print, None, 1) as (place, listener):
+    region = shared_region(4096)
+    print(place.folder, region.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def short_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files, with a path that sockets may have."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
+
+
+@contextmanager
+def working() -> Iterator[tuple["subprocess.Popen[str]", list[Path]]]:
+    """A process, and what it has made: where its ranks meet, and shared memory."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            folder, name = process.stdout.readline().split()
+            yield process, [Path(folder), SHARED / name]
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_process_has_left_goes_with_the_next_and_what_is_in_use_stays(short_tmp: Path) -> None:
+    with working() as (process, made):
+        assert (made[0] / "cache").is_socket() and made[0].parent == short_tmp
+        with started(print, None, 1) as (place, _):
+            region = shared_region(4096)
+            assert all(path.exists() for path in made), "in use"
+            process.kill()
+            process.wait()
+            assert all(path.exists() for path in made), "left behind"
+        assert not place.folder.exists()
+        with started(print, None, 1) as (place, _):
+            other = shared_region(4096)
+            assert not any(path.exists() for path in made)
+            assert place.folder.exists() and region.name is not None and (SHARED / region.name).exists()
+    assert not [*short_tmp.iterdir()]
+    del region, other
+
+
+def test_a_file_that_was_swept_before_it_was_locked_is_not_used(tmp_path: Path) -> None:
+    for path in tmp_path / "file", tmp_path / "folder":
+        path.mkdir() if path.name == "folder" else path.touch()
+        made = os.open(path, os.O_RDONLY)
+        sweep([path])
+        assert not path.exists() and not locked(made)
+        os.close(made)
+
+
+def test_links_and_what_other_users_own_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, link, file, pipe = (tmp_path / name for name in ("target", "link", "file", "pipe"))
+    target.mkdir()
+    (target / "kept").touch()
+    link.symlink_to(target)
+    file.touch()
+    os.mkfifo(pipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(leftovers.os, "geteuid", lambda: os.getuid() + 1)
+        sweep([target, file, pipe, tmp_path / "none"])
+    sweep([link])
+    assert (target / "kept").exists() and link.is_symlink() and file.exists() and pipe.exists()
+
+
+def test_a_folder_that_is_locked_by_any_process_stays(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    assert locked(folder)
+    sweep([tmp_path])
+    assert tmp_path.exists()
+    fcntl.flock(folder, fcntl.LOCK_UN)
+    os.close(folder)
