@@ -5,15 +5,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from kvarve.core.effects import Began, Ended, Event, Verified
-from kvarve.errors import ConfigError
 from kvarve.ranks.agreement import AgreedStep, Proposal
 from kvarve.ranks.group import BEGUN_S, FAILED, STUCK, Group
-from kvarve.ranks.star import FRAME, Dead, GroupEnded, Late, Link, Listener, Star, alike, connect
+from kvarve.ranks.star import FRAME, Dead, GroupEnded, Late, Link, Star
 
 TURNS = 10_000  # of which a few are needed, more on a machine that is slow to pass on what a rank sends
 LONG_S, SHORT_S = 60.0, 0.2  # a deadline that no test reaches, and one that some wait for
@@ -387,64 +385,3 @@ def test_what_is_no_report_ends_the_group_with_a_message(three: Ranks, frame: by
 
 
 # --- meeting
-
-
-def meeting(tmp_path: Path, settings: list[str]) -> list[Star | GroupEnded]:
-    """Ranks that meet at a socket, with the settings of each."""
-    found: dict[int, Star | GroupEnded] = {}
-    listener = Listener([tmp_path / "meeting"])
-
-    def join(rank: int) -> None:
-        try:
-            found[rank] = connect(tmp_path / "meeting", rank, len(settings), alike(settings[rank]), LONG_S)
-        except GroupEnded as e:
-            found[rank] = e
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(1, len(settings))]
-    for thread in threads:
-        thread.start()
-    try:
-        found[0] = listener.accept(len(settings), alike(settings[0]), LONG_S)
-    except GroupEnded as e:
-        found[0] = e
-    finally:
-        for thread in threads:
-            thread.join(LONG_S)
-        listener.close()
-    return [found[rank] for rank in range(len(settings))]
-
-
-def test_ranks_with_other_settings_form_no_group(tmp_path: Path) -> None:
-    first, second = meeting(tmp_path, ["a", "b"])
-    assert isinstance(second, Star)
-    second.close()
-    assert isinstance(first, GroupEnded) and "rank 1 of 2 was given other settings" in str(first)
-
-
-def test_a_stranger_that_calls_does_not_keep_the_ranks_from_meeting(tmp_path: Path) -> None:
-    listener = Listener([tmp_path / "meeting"])
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(tmp_path / "meeting"))
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(FRAME))
-        thread = threading.Thread(target=lambda: found.append(connect(tmp_path / "meeting", 1, 2, alike("a"), LONG_S)))
-        found: list[Star] = []
-        thread.start()
-        star = listener.accept(2, alike("a"), LONG_S)
-        thread.join(LONG_S)
-    listener.close()
-    for each in (star, *found):
-        each.close()
-
-
-def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
-    listener = Listener([tmp_path / "meeting"])
-    with pytest.raises(GroupEnded, match="ranks 1, 2 did not start"):
-        listener.accept(3, alike("a"), LONG_S, start_s=0.01)
-    listener.close()
-
-
-def test_an_address_that_is_taken_is_one_clear_error(tmp_path: Path) -> None:
-    listener = Listener([tmp_path / "meeting"])
-    with pytest.raises(ConfigError, match="ranks cannot meet at"):
-        Listener([tmp_path / "meeting"])
-    listener.close()

@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,10 +29,9 @@ from kvarve.errors import Broken, ConfigError
 from kvarve.leftovers import temporary_folder
 from kvarve.model import ModelIdentity
 from kvarve.ranks.group import ALL, Group
-from kvarve.ranks.star import GroupEnded, Listener, Star, alike, connect
+from kvarve.ranks.star import START_S, GroupEnded, Listener, Star, alike, connect, shown
 
 DEADLINE_S = 30.0  # for a rank that the others wait for
-START_S = 600.0  # for all ranks to start and to read their weights
 LEAVE_S = 40.0  # for all ranks to finish their backups at the end, where a GPU computes
 END_S = 10.0  # for the other ranks' processes to end by themselves
 WATCH_S = 0.1  # between two looks of a watch
@@ -52,10 +51,11 @@ class Place:
     on_node: int = 0  # among those of its node
     here: bool = True  # on rank 0's node
     deadline_s: float = DEADLINE_S
+    processes: Mapping[int, int] = field(default_factory=dict)  # that this one started: their ranks, by sentinel
 
     @property
     def _model(self) -> str:
-        return f"file://{self.folder}/model" if self.host is None else f"tcp://{self.host[0]}:{self.host[1]}"
+        return f"file://{self.folder}/model" if self.host is None else f"tcp://{shown(self.host)}"
 
     def listen(self) -> Listener:
         """Rank 0's socket, which has to be there before the others start."""
@@ -64,10 +64,10 @@ class Place:
     def meet(self, settings: str, listener: Listener | None = None) -> Star:
         """GroupEnded unless all ranks come, with equal `settings`."""
         if listener is not None:
-            return listener.accept(self.ranks, alike(settings), self.deadline_s)
+            return listener.accept(self.ranks, alike(settings), self.deadline_s, processes=self.processes)
         assert self.here or self.host is not None
         address = self.folder / "cache" if self.here or self.host is None else (self.host[0], self.host[1] + 1)
-        return connect(address, self.rank, self.ranks, alike(settings), self.deadline_s)
+        return connect(address, self.rank, self.ranks, alike(settings), self.deadline_s, processes=self.processes)
 
 
 class Ranks:
@@ -239,7 +239,8 @@ class Ranks:
         whole = replace(mine, weights=weights, ranks=self.ranks, sharding=SHARDING)
         digest = hashlib.sha256(mine.weights.encode()).digest() + whole.fingerprint()
         found = [torch.empty(len(digest), dtype=torch.uint8) for _ in range(self.ranks)]
-        dist.all_gather(found, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        with self._in_time():
+            dist.all_gather(found, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         digests = [bytes(each.tolist()) for each in found]
         for rank, each in enumerate(digests):
             if each[32:] != digests[0][32:]:
@@ -277,6 +278,7 @@ def check_ranks(ranks: int, nodes: int = 1, node: int = 0, address: str | None =
 
 def host_and_port(address: str | None) -> tuple[str, int]:
     host, _, port = (address or "").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
         raise ConfigError("several nodes meet at --dist-init-addr HOST:PORT, of node 0; the next port is used as well")
     return host, int(port)
@@ -315,7 +317,8 @@ def started(
                 other = spawn.Process(target=_work, args=arguments, name=f"kvarve rank {place.rank}")
                 other.start()
                 others.append(other)
-            yield first, listener
+            processes = {each.sentinel: first.rank + on_node for on_node, each in enumerate(others, 1)}
+            yield replace(first, processes=processes), listener
         finally:
             if listener is not None:
                 listener.close()

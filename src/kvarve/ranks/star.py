@@ -4,22 +4,33 @@ Unix sockets within a node, TCP between nodes. Every wait has a deadline.
 """
 
 import hashlib
+import logging
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from kvarve.errors import Broken, ConfigError
+
+log = logging.getLogger(__name__)
 
 FRAME = 512  # bytes of nearly every frame
 MOST = 1 << 28  # bytes of the longest
 _LENGTH = struct.Struct("<I")
 _HELLO = struct.Struct("<8s32sHH")
-_MAGIC = b"kvranks1"
+_MAGIC = b"kvranks2"
+WELCOME = b""  # to a rank, when all have come; any other answer says why it cannot join
+START_S = 600.0  # for all ranks to come
+CALL_S = 10.0  # for a connection to be made, before the next is tried
+HELLO_S = 5.0  # for one that has called to say which rank it is
+CALLERS = 64  # of which nothing is known, at once
+TELL_S = 30.0  # between two messages of which rank is waited for
 # As numbers: to combine flags, or to make a number of one, takes 2 us.
 _SEND, _OFFER = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _RECEIVE = int(socket.MSG_WAITALL)
@@ -210,84 +221,240 @@ class Listener:
             self.close()
             raise
 
-    def accept(self, ranks: int, settings: bytes, deadline_s: float, start_s: float = 600.0) -> Star:
-        """Wait for all other ranks, at most `start_s`. GroupEnded if one does not come, or was given other settings."""
-        links: dict[int, Link] = {}
-        end = time.monotonic() + start_s
-        poll = select.poll()
-        for each in self._sockets:
-            poll.register(each, select.POLLIN)
-        try:
-            while len(links) < ranks - 1:
-                if not (ready := poll.poll(max(0.0, end - time.monotonic()) * 1e3)):
-                    raise GroupEnded(f"{_named(range(1, ranks), links)} did not start within {start_s:g} s")
-                for number, _ in ready:
-                    self._greet(number, ranks, settings, links, deadline_s)
-        except BaseException:
-            for link in links.values():
-                link.close()
-            raise
-        return Star(0, ranks, links, deadline_s)
+    def accept(
+        self,
+        ranks: int,
+        settings: bytes,
+        deadline_s: float,
+        start_s: float = START_S,
+        processes: Mapping[int, int] = MappingProxyType({}),
+    ) -> Star:
+        """Wait for all other ranks, at most `start_s`. GroupEnded if one does not come, or was given other settings.
 
-    def _greet(self, number: int, ranks: int, settings: bytes, links: dict[int, Link], deadline_s: float) -> None:
-        came, _ = next(each for each in self._sockets if each.fileno() == number).accept()
-        link = Link(came, min(deadline_s, 5.0))
+        `processes`: those whose end is the end of a rank, from a descriptor that can be read then."""
+        meeting = _Meeting(self._sockets, ranks, settings, processes)
         try:
-            magic, theirs, rank, of = _HELLO.unpack(link.receive())
-        except (Dead, Late, struct.error):  # a stranger, or a rank that has died: the deadline tells
-            link.close()
-            return
-        if magic != _MAGIC or of != ranks or not 0 < rank < ranks or rank in links or theirs != settings:
-            link.close()
-            if magic == _MAGIC:
-                raise GroupEnded(
-                    f"rank {rank} of {of} was given other settings, another model or another number than rank 0 of "
-                    f"{ranks}: start all ranks alike"
-                )
-            return
-        link.wait_at_most(deadline_s)
-        links[rank] = link
+            links = meeting.all(start_s)
+            for link in links.values():
+                link.send(WELCOME)
+        except GroupEnded as e:
+            meeting.refuse(str(e))
+            raise
+        except (Dead, Late):
+            meeting.refuse(why := "a rank has ended before all had come")
+            raise GroupEnded(why) from None
+        finally:
+            meeting.end()
+        for link in links.values():
+            link.wait_at_most(deadline_s)
+        return Star(0, ranks, links, deadline_s)
 
     def close(self) -> None:
         for each in self._sockets:
             each.close()
 
 
-def connect(
-    address: Address, rank: int, ranks: int, settings: bytes, deadline_s: float, start_s: float = 600.0
-) -> Star:
-    """Join rank 0's group. GroupEnded if it does not answer within `start_s`."""
-    end = time.monotonic() + start_s
-    while True:
-        link = socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET, socket.SOCK_STREAM)
+class _Meeting:
+    """The ranks that have come, and callers of which nothing is known yet: none keeps the others waiting."""
+
+    def __init__(
+        self, listening: list[socket.socket], ranks: int, settings: bytes, processes: Mapping[int, int]
+    ) -> None:
+        self._ranks, self._settings, self._processes = ranks, settings, processes
+        self._listening = {each.fileno(): each for each in listening}
+        self._callers: dict[int, tuple[socket.socket, bytearray, float]] = {}  # what each said, and how long it may
+        self._joined: dict[int, Link] = {}
+        self._poll = select.poll()
+        for number in (*self._listening, *processes):
+            self._poll.register(number, select.POLLIN)
+
+    def all(self, start_s: float) -> dict[int, Link]:
+        """The links to all other ranks. GroupEnded if they do not come."""
+        now = time.monotonic()
+        end, told = now + start_s, now + TELL_S
+        while len(self._joined) < self._ranks - 1:
+            missing, now = _named(range(1, self._ranks), self._joined), time.monotonic()
+            if now >= end:
+                raise GroupEnded(f"{missing} did not start within {start_s:g} s")
+            if now >= told:
+                log.warning("waiting for %s, %.0f s more at most", missing, end - now)
+                told = now + TELL_S
+            for number, (_, _, until) in [*self._callers.items()]:
+                if now >= until:
+                    self._drop(number)
+            wakes = min(end, told, *(until for _, _, until in self._callers.values()))
+            for number, _ in self._poll.poll(max(0.0, wakes - now) * 1e3):
+                self._look(number)
+        return self._joined
+
+    def _look(self, number: int) -> None:
+        """At what has something to be read, or has ended."""
+        if number in self._processes:
+            raise GroupEnded(_ended_early(self._processes[number]))
+        if number in self._listening:
+            came, _ = self._listening[number].accept()
+            if len(self._callers) >= CALLERS:
+                self._drop(next(iter(self._callers)))
+            self._callers[came.fileno()] = came, bytearray(), time.monotonic() + HELLO_S
+            self._poll.register(came.fileno(), select.POLLIN)
+        elif number in self._callers:
+            self._hear(number)
+        else:  # no rank says anything before it is welcome
+            for rank, link in self._joined.items():
+                if link.fileno() == number:
+                    raise GroupEnded(_ended_early(rank))
+
+    def _hear(self, number: int) -> None:
+        """Read what a caller says, of which no more is taken than a rank says."""
+        came, said, _ = self._callers[number]
         try:
-            link.connect(str(address) if isinstance(address, Path) else address)
-            break
+            some = came.recv(FRAME - len(said), socket.MSG_DONTWAIT)
+        except OSError:
+            some = b""
+        said += some
+        if not some:
+            self._drop(number)
+        elif len(said) == FRAME:
+            self._greet(number, content_of(bytes(said)))
+
+    def _greet(self, number: int, said: bytes) -> None:
+        if len(said) != _HELLO.size or not said.startswith(_MAGIC[:-1]):  # a stranger
+            self._drop(number)
+            return
+        magic, theirs, rank, of = _HELLO.unpack(said)
+        came, _, _ = self._callers.pop(number)
+        link = Link(came, HELLO_S)
+        if magic != _MAGIC or of != self._ranks or theirs != self._settings or not 0 < rank < of:
+            why = (
+                f"rank {rank} of {of} was given other settings, another model or another number than rank 0 of "
+                f"{self._ranks}, or is of another version of kvarve: start all ranks alike"
+            )
+        elif rank in self._joined:
+            why = f"two processes have come as rank {rank}: give every node a --node-rank of its own"
+        else:
+            self._joined[rank] = link
+            return
+        _refuse(link, why)
+        raise GroupEnded(why)
+
+    def _drop(self, number: int) -> None:
+        self._poll.unregister(number)
+        self._callers.pop(number)[0].close()
+
+    def refuse(self, why: str) -> None:
+        """Tell those that have come that the group does not start."""
+        for link in self._joined.values():
+            _refuse(link, why)
+
+    def end(self) -> None:
+        for number in [*self._callers]:
+            self._drop(number)
+
+
+def _refuse(link: Link, why: str) -> None:
+    with suppress(Dead, Late):
+        link.send(why.encode())
+    link.close()
+
+
+def _ended_early(rank: int) -> str:
+    return f"rank {rank} has ended before all had come: see what it has printed"
+
+
+def connect(
+    address: Address,
+    rank: int,
+    ranks: int,
+    settings: bytes,
+    deadline_s: float,
+    start_s: float = START_S,
+    processes: Mapping[int, int] = MappingProxyType({}),
+) -> Star:
+    """Join rank 0's group, and wait until all have. GroupEnded if that takes longer than `start_s`, or rank 0 says
+    why not. `processes`: as for `accept`."""
+    end = time.monotonic() + start_s
+    link = Link(_called(address, end, processes), deadline_s)
+    try:
+        link.send(_HELLO.pack(_MAGIC, settings, rank, ranks))
+        ready = {number for number, _ in _polled((link.fileno(), *processes), end - time.monotonic())}
+        if not ready:
+            raise GroupEnded(f"not all ranks have come to rank 0 at {shown(address)} within {start_s:g} s")
+        if link.fileno() not in ready:
+            raise GroupEnded(_ended_early(processes[ready.pop()]))
+        answer = link.receive()
+    except (Dead, Late):
+        link.close()
+        words = f"what answers at {shown(address)} is no rank 0 of kvarve, or it has ended: see what it has printed"
+        raise GroupEnded(words) from None
+    except GroupEnded:
+        link.close()
+        raise
+    if answer != WELCOME:
+        link.close()
+        raise GroupEnded(answer.decode(errors="replace"))
+    return Star(rank, ranks, {0: link}, deadline_s)
+
+
+def _called(address: Address, end: float, processes: Mapping[int, int]) -> socket.socket:
+    """A connection to rank 0, which may be started later than this rank."""
+    told = time.monotonic() + TELL_S
+    while True:
+        link: socket.socket | None = None
+        try:
+            family, where = _family(address)
+            link = socket.socket(family, socket.SOCK_STREAM)
+            link.settimeout(CALL_S)
+            link.connect(where)
+            return link
         except OSError as e:
-            link.close()
-            if time.monotonic() > end:
-                raise GroupEnded(f"rank 0 does not answer at {_shown(address)}: {e.strerror or e}") from None
-            time.sleep(0.05)
-    found = Link(link, deadline_s)
-    found.send(_HELLO.pack(_MAGIC, settings, rank, ranks))
-    return Star(rank, ranks, {0: found}, deadline_s)
+            if link is not None:
+                link.close()
+            now, why = time.monotonic(), e.strerror or str(e)
+        if now > end:
+            raise GroupEnded(f"rank 0 does not answer at {shown(address)}: {why}")
+        if now >= told:
+            log.warning("waiting for rank 0 at %s, %.0f s more at most: %s", shown(address), end - now, why)
+            told = now + TELL_S
+        for number, _ in _polled(processes, 0.05):
+            raise GroupEnded(_ended_early(processes[number]))
+
+
+def _polled(numbers: Iterable[int], timeout_s: float) -> list[tuple[int, int]]:
+    poll = select.poll()
+    for number in numbers:
+        poll.register(number, select.POLLIN)
+    return poll.poll(max(0.0, timeout_s) * 1e3)
+
+
+def _family(address: Address) -> tuple[int, Any]:
+    """Of sockets for an address, and the address as these take it. OSError if the host's name is not known."""
+    if isinstance(address, Path):
+        return socket.AF_UNIX, str(address)
+    family, _, _, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    return family, where
 
 
 def _bound(address: Address) -> socket.socket:
-    bound = socket.socket(socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET, socket.SOCK_STREAM)
+    bound: socket.socket | None = None
     try:
+        family, where = _family(address)
+        bound = socket.socket(family, socket.SOCK_STREAM)
         if not isinstance(address, Path):
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(str(address) if isinstance(address, Path) else address)
+        bound.bind(where)
         bound.listen(64)
+        return bound
     except OSError as e:
-        bound.close()
-        raise ConfigError(f"ranks cannot meet at {_shown(address)}: {e.strerror or e}; give another address") from None
-    return bound
+        if bound is not None:
+            bound.close()
+        raise ConfigError(f"ranks cannot meet at {shown(address)}: {e.strerror or e}; give another address") from None
 
 
-def _shown(address: Address) -> str:
-    return str(address) if isinstance(address, Path) else f"{address[0]}:{address[1]}"
+def shown(address: Address) -> str:
+    if isinstance(address, Path):
+        return str(address)
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _named(ranks: Iterable[int], but: Iterable[int]) -> str:

@@ -1,0 +1,232 @@
+"""Ranks meet at rank 0: all of them or none, and each that comes hears why not."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvarve.errors import ConfigError
+from kvarve.ranks import star as star_module
+from kvarve.ranks.star import CALLERS, FRAME, Address, GroupEnded, Listener, Star, alike, connect, framed
+
+LONG_S = 60.0  # that no test reaches
+
+
+class Meeting:
+    """Rank 0 waits at an address on a thread of its own; other ranks come, each on one of theirs."""
+
+    def __init__(self, address: Address, ranks: int) -> None:
+        self.address, self.ranks = address, ranks
+        self.listener = Listener([address])
+        self._pool = ThreadPoolExecutor(ranks + 1)
+
+    def rank_0(self, settings: str = "a", start_s: float = LONG_S, ends: int | None = None) -> "Joining":
+        processes = {} if ends is None else {ends: 1}
+        accepted = self.listener.accept
+        return Joining(self._pool, lambda: accepted(self.ranks, alike(settings), LONG_S, start_s, processes))
+
+    def rank(self, rank: int, settings: str = "a", ends: int | None = None) -> "Joining":
+        processes = {} if ends is None else {ends: 3}
+        return Joining(
+            self._pool,
+            lambda: connect(self.address, rank, self.ranks, alike(settings), LONG_S, LONG_S, processes),
+        )
+
+    def close(self) -> None:
+        self.listener.close()
+        self._pool.shutdown()
+
+
+class Joining:
+    """One rank's call, and how it ends."""
+
+    def __init__(self, pool: ThreadPoolExecutor, call: "object") -> None:
+        self._ending = pool.submit(call)  # type: ignore[arg-type,var-annotated]
+
+    def joined(self) -> Star:
+        star: Star = self._ending.result(LONG_S)
+        return star
+
+    def refused(self) -> str:
+        with pytest.raises(GroupEnded) as e:
+            self.joined()
+        return str(e.value)
+
+    def waits(self) -> bool:
+        return not self._ending.done()
+
+
+def all_join(*joining: Joining) -> None:
+    stars = [each.joined() for each in joining]
+    assert sorted(star.rank for star in stars) == [*range(len(joining))]
+    for star in stars:
+        star.close()
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Meeting]:
+    meeting = Meeting(tmp_path / "meeting", 3)
+    yield meeting
+    meeting.close()
+
+
+def calling(address: Address) -> socket.socket:
+    caller = socket.socket(socket.AF_UNIX)
+    caller.settimeout(LONG_S)
+    while True:
+        try:
+            caller.connect(str(address))
+            return caller
+        except BlockingIOError:  # so many others have called
+            threading.Event().wait(0.001)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[int, int]]:
+    """What can be read once a process has ended, and what its end closes."""
+    pair = os.pipe()
+    yield pair
+    for each in pair:
+        try:
+            os.close(each)
+        except OSError:
+            continue
+
+
+def test_none_has_joined_before_all_have_come_however_far_apart(three: Meeting) -> None:
+    first, second = three.rank_0(), three.rank(2)
+    with calling(three.address) as caller:  # whose end shows that what came before it has been read
+        caller.sendall(bytes(FRAME))
+        assert caller.recv(1) == b""
+    assert first.waits() and second.waits()
+    all_join(first, three.rank(1), second)
+
+
+def test_ranks_with_other_settings_form_no_group_and_all_hear_why(three: Meeting) -> None:
+    joining = [three.rank_0(), three.rank(1), three.rank(2, settings="b")]
+    # Rank 1 may come when rank 0 has ended already.
+    words = [each.refused() for each in joining]
+    assert "rank 2 of 3 was given other settings" in words[0] == words[2]
+    assert words[1] == words[0] or "is no rank 0 of kvarve, or it has ended" in words[1]
+
+
+def test_two_that_come_as_one_rank_hear_so(three: Meeting) -> None:
+    words = [each.refused() for each in (three.rank_0(), three.rank(1), three.rank(1))]
+    assert "two processes have come as rank 1" in words[0]
+    assert words[0] in words[1:]
+
+
+def test_strangers_that_say_nothing_or_do_not_end_keep_no_rank_waiting(
+    three: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(star_module, "HELLO_S", 10 * LONG_S)
+    with ExitStack() as strangers:
+        first = three.rank_0()
+        for number in range(CALLERS + 8):
+            stranger = strangers.enter_context(calling(three.address))
+            stranger.sendall(b"\xff" * number)
+        all_join(first, three.rank(1), three.rank(2))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"GET / HTTP/1.1\r\n\r\n".ljust(FRAME), b"\xff" * FRAME, framed(b"kvranks2"), framed(bytes(44))],
+    ids=["http", "long", "short", "zeros"],
+)
+def test_a_stranger_is_hung_up_on(three: Meeting, said: bytes) -> None:
+    first = three.rank_0(start_s=LONG_S)
+    with calling(three.address) as stranger:
+        stranger.sendall(said)
+        assert stranger.recv(1) == b""
+    assert first.waits()
+    all_join(first, three.rank(1), three.rank(2))
+
+
+def test_a_stranger_that_says_nothing_is_hung_up_on(three: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(star_module, "HELLO_S", 0.01)
+    first = three.rank_0()
+    with calling(three.address) as stranger:
+        assert stranger.recv(1) == b""
+    monkeypatch.undo()
+    all_join(first, three.rank(1), three.rank(2))
+
+
+def test_a_rank_that_never_starts_is_named_to_all(three: Meeting) -> None:
+    second = three.rank(1)
+    assert "did not start within 0.5 s" in (said := three.rank_0(start_s=0.5).refused())
+    assert "rank 2" in said or "ranks 1, 2" in said
+    three.listener.close()
+    assert second.refused() == said or "is no rank 0 of kvarve" in second.refused()
+
+
+def test_rank_0_says_which_rank_it_waits_for(
+    three: Meeting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(star_module, "TELL_S", 0.01)
+    assert three.rank_0(start_s=0.1).refused()
+    assert "waiting for ranks 1, 2" in caplog.text
+
+
+def test_a_process_that_ends_before_it_has_joined_ends_the_wait(three: Meeting, ends: tuple[int, int]) -> None:
+    first = three.rank_0(start_s=10 * LONG_S, ends=ends[0])
+    os.close(ends[1])
+    assert "rank 1 has ended before all had come" in first.refused()
+
+
+def test_a_rank_that_ends_when_it_has_joined_ends_the_wait(three: Meeting) -> None:
+    first = three.rank_0(start_s=10 * LONG_S)
+    with calling(three.address) as rank:
+        rank.sendall(framed(star_module._HELLO.pack(b"kvranks2", alike("a"), 2, 3)))
+    assert "rank 2 has ended before all had come" in first.refused()
+
+
+@pytest.mark.parametrize("called", [True, False], ids=["joins", "calls"])
+def test_a_rank_that_waits_for_rank_0_ends_with_a_process_that_it_has_started(
+    three: Meeting, ends: tuple[int, int], called: bool
+) -> None:
+    if not called:
+        three.listener.close()
+    second = three.rank(2, ends=ends[0])
+    os.close(ends[1])
+    assert "rank 3 has ended before all had come" in second.refused()
+
+
+def test_what_answers_in_place_of_rank_0_is_no_rank_0(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, ThreadPoolExecutor(1) as pool:
+        server.bind(str(tmp_path / "meeting"))
+        server.listen()
+        joining = Joining(pool, lambda: connect(tmp_path / "meeting", 1, 2, alike("a"), LONG_S, LONG_S))
+        answering, _ = server.accept()
+        answering.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        answering.close()
+        assert "is no rank 0 of kvarve" in joining.refused()
+
+
+def test_a_host_that_is_not_known_yet_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name may be known only once its machine serves."""
+    monkeypatch.setattr(star_module, "TELL_S", 0.0)
+    with pytest.raises(GroupEnded, match=r"rank 0 does not answer at none\.invalid:1"):
+        connect(("none.invalid", 1), 1, 2, alike("a"), LONG_S, start_s=0.1)
+    assert "waiting for rank 0 at none.invalid:1" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ranks_meet_at_addresses_of_either_kind(host: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
+    meeting = Meeting((host, port), 2)
+    all_join(meeting.rank_0(), meeting.rank(1))
+    meeting.close()
+
+
+def test_an_address_that_is_taken_is_one_clear_error(three: Meeting) -> None:
+    with pytest.raises(ConfigError, match="ranks cannot meet at"):
+        Listener([three.address])
