@@ -1,6 +1,7 @@
 """Many at once: each is answered as if it were alone, whichever requests start, end or are preempted."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +28,13 @@ from kvarve.engine import batch as batch_module
 from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch, batches
 from kvarve.engine.engine import Engine
+from kvarve.engine.model import load_model
 from kvarve.engine.paging import PagedTape, PagedWorkspace
 from kvarve.engine.requests import Finish, Request
-from kvarve.testing.models import STATES_ALONE, tiny_model
+from kvarve.engine.shards import divide
+from kvarve.engine.state import StateLayout
+from kvarve.engine.tails import tails
+from kvarve.testing.models import STATES_ALONE, save_checkpoint, tiny_grid, tiny_model
 from kvarve.verify.requests import Uncached
 
 # Positions beside the keys of its indexer.
@@ -55,6 +60,21 @@ def test_answers_computed_together_are_those_computed_alone(family: str, make: M
 def test_what_a_models_code_can_do_is_found_by_trying(family: str) -> None:
     model = a_model(family)
     assert batches(model.model, model.layout) is (family not in ONE_BY_ONE)
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba", "qwen3_5"])
+def test_what_a_rank_can_do_is_what_the_whole_model_can(family: str, tmp_path: Path) -> None:
+    """Jamba cannot compute tails of unequal length together, and raises."""
+    page, chunk = tiny_grid(family)
+    save_checkpoint(tiny_model(family), tmp_path / family)
+    can = []
+    for ranks in (1, 2):
+        model = load_model(str(tmp_path / family), page_tokens=page, chunk_tokens=chunk).model
+        if ranks > 1:
+            divide(model, 0, ranks, lambda _: None)
+        layout = StateLayout.of(model, page, chunk)
+        can.append((batches(model, layout), tails(model, layout)))
+    assert can[0] == can[1]
 
 
 @pytest.mark.parametrize("fault", ["mask", "position", "crash"])

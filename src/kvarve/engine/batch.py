@@ -20,6 +20,7 @@ from kvarve.engine.compressors import make_batchable
 from kvarve.engine.layers import Layer, LayerPlan, new_cache
 from kvarve.engine.model import forward
 from kvarve.engine.paging import PagedTape, PagedWorkspace, RollingTape
+from kvarve.engine.shards import FailedOnRank
 from kvarve.engine.state import StateLayout
 
 log = logging.getLogger(__name__)
@@ -279,6 +280,8 @@ class Batch:
 
 # --- what a model's code can do
 
+# What a model raises that cannot do what is tried. All ranks try the same, and say afterwards how far they have come.
+CANNOT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, FailedOnRank)
 _tried: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
 
 
@@ -306,7 +309,7 @@ def _try(model: Any, layout: StateLayout) -> bool:
             allowed = ROUNDING.get(model.dtype, 0.1) * float(each.abs().max())
             if not torch.allclose(together, each, rtol=0, atol=allowed):
                 return False
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as e:
+    except CANNOT as e:
         log.debug("%s in a batch: %s", type(model).__name__, e)  # its code does not support it
         return False
     return True

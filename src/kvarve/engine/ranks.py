@@ -94,6 +94,7 @@ class Ranks:
         except (RuntimeError, ValueError) as e:
             raise GroupEnded(self.group.fail(f"the model's ranks do not meet: {e}")) from e
         self._computes = False  # together with all ranks; changed with `_lock` held
+        self._sums = 0  # so far
         self._begun = 0  # blocks of `computing` and sums, so far
         self._summed = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._summing = False  # a sum is being begun
@@ -189,8 +190,12 @@ class Ranks:
         return self.group
 
     def assemble(self) -> None:
-        """Wait for all ranks, which read their weights each in its own time. GroupEnded if one does not come."""
+        """Wait for all ranks, which read their weights or open their storage each in its own time. GroupEnded if one
+        does not come, or has computed other sums so far: none would be added up with its own any more."""
         self.group.assemble(START_S)
+        if len({*(sums := self.of_all(self._sums))}) > 1:
+            told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(sums))
+            raise GroupEnded(self.group.fail(f"the ranks have not computed alike (sums by rank: {told})"))
 
     def meet(self) -> None:
         """Wait for all ranks, while none computes. GroupEnded if one does not come in time."""
@@ -216,6 +221,7 @@ class Ranks:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
         self._summing = True  # this call waits for the others where it is the first, or the device's queue is full
         self._begun += 1
+        self._sums += 1
         with self._in_time():
             dist.all_reduce(tensor)
         if self._summed is not None:

@@ -163,11 +163,15 @@ KINDS = (
 )
 
 
+class FailedOnRank(Broken):
+    """The model has raised on one rank, where others may go on computing."""
+
+
 def divide(model: Any, rank: int, ranks: int, add_up: Sum, computing: Around = nullcontext) -> None:
     """Leave a model in memory with this rank's part of its weights; `add_up` then runs inside of each forward, and each
     forward inside of `computing`.
 
-    From then on any exception of the model is Broken: the other ranks would compute without this one.
+    From then on any exception of the model is FailedOnRank: the other ranks would compute without this one.
     """
     for module in [*model.modules()]:
         weights = dict(module.named_parameters())
@@ -186,7 +190,7 @@ def divide(model: Any, rank: int, ranks: int, add_up: Sum, computing: Around = n
         except Broken:
             raise
         except Exception as e:
-            raise Broken(f"the model on rank {rank} of {ranks}: {type(e).__name__}: {e}") from e
+            raise FailedOnRank(f"the model on rank {rank} of {ranks}: {type(e).__name__}: {e}") from e
 
     model.forward = forward
 

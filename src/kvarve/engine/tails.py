@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvarve.engine.batch import IN_ROWS, ROUNDING, computed, in_rows
+from kvarve.engine.batch import CANNOT, IN_ROWS, ROUNDING, computed, in_rows
 from kvarve.engine.layers import Layer, LayerPlan, new_cache
 from kvarve.engine.model import forward
 from kvarve.engine.paging import PagedWorkspace
@@ -192,7 +192,7 @@ def _agrees(model: Any, layout: StateLayout, rows: Sequence[tuple[int, int]]) ->
             torch.allclose(ours.float(), theirs.float(), rtol=0, atol=allowed * float(theirs.float().abs().max()))
             for ours, theirs in zip(found, each, strict=True)
         )
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as e:
+    except CANNOT as e:
         log.debug("tails of prompts in %s: %s", type(model).__name__, e)  # its code does not support it
         return False
 

@@ -120,6 +120,8 @@ class Server:
             )
             self._http = _http(app, self.connections)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
+            if ranks is not None:
+                ranks.assemble()
             loaded()
             undo.pop_all()
         self.engine.start()
@@ -271,6 +273,7 @@ def follow(settings: Settings, place: Place) -> None:
     ranks = Ranks(place, place.meet(settings.alike), settings.device)
     with ranks.ended():
         engine = _engine(settings, _model(settings, ranks), ranks)
+        ranks.assemble()
         spare_from_collection()
         if why := engine.follow():
             raise Broken(why)
