@@ -11,10 +11,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from kvarve.engine.identity import without_threads
 from kvarve.engine.shards import BY_GROUPS, SHARDING
-from kvarve.errors import Broken, ConfigError
+from kvarve.errors import ConfigError, KvarveError
 from kvarve.leftovers import temporary_folder
 from kvarve.model import ModelIdentity
 from kvarve.ranks.group import ALL, Group
@@ -34,8 +36,14 @@ from kvarve.ranks.star import START_S, GroupEnded, Listener, Star, alike, connec
 DEADLINE_S = 30.0  # for a rank that the others wait for
 LEAVE_S = 40.0  # for all ranks to finish their backups at the end, where a GPU computes
 END_S = 10.0  # for the other ranks' processes to end by themselves
+FAILED_S = 2.0  # the same after a failure, to say what they know of it
 WATCH_S = 0.1  # between two looks of a watch
 _DIES_WITH_PARENT = 1  # prctl
+_OF_THE_FIRST = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # signals that rank 0's process handles for all of its node
 Data = TypeVar("Data")
 
 
@@ -272,7 +280,7 @@ def threads_of(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def check_ranks(ranks: int, nodes: int = 1, node: int = 0, address: str | None = None) -> None:
+def check_ranks(ranks: int, nodes: int = 1, node: int = 0, address: str | None = None, device: str = "cpu") -> None:
     """ConfigError for numbers that cannot work."""
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(f"{ranks} ranks on {nodes} nodes: give every node as many ranks, at least one")
@@ -280,6 +288,11 @@ def check_ranks(ranks: int, nodes: int = 1, node: int = 0, address: str | None =
         raise ConfigError(f"there is no node {node} among {nodes}: nodes count from 0")
     if nodes > 1:
         host_and_port(address)
+    if device == "cuda" and ranks // nodes > (devices := torch.cuda.device_count()):
+        raise ConfigError(
+            f"{ranks // nodes} ranks on this machine want a GPU each, and it has {devices}: give fewer ranks, or "
+            f"--device cuda:0 for all on one"
+        )
 
 
 def host_and_port(address: str | None) -> tuple[str, int]:
@@ -316,34 +329,56 @@ def started(
         listener = None if node else first.listen()
         spawn = multiprocessing.get_context("spawn")
         others: list[BaseProcess] = []
+        patience_s = FAILED_S
         try:
-            for on_node in range(1, per_node):
-                place = replace(first, rank=first.rank + on_node, on_node=on_node)
-                arguments = (work, options, place, os.getpid())
-                other = spawn.Process(target=_work, args=arguments, name=f"kvarve rank {place.rank}")
-                other.start()
-                others.append(other)
+            with _signals_held():
+                for on_node in range(1, per_node):
+                    place = replace(first, rank=first.rank + on_node, on_node=on_node)
+                    arguments = (work, options, place, os.getpid())
+                    other = spawn.Process(target=_work, args=arguments, name=f"kvarve rank {place.rank}")
+                    other.start()
+                    others.append(other)
             processes = {each.sentinel: first.rank + on_node for on_node, each in enumerate(others, 1)}
             yield replace(first, processes=processes), listener
+            patience_s = END_S
+        except KeyboardInterrupt:
+            patience_s = 0.0
+            raise
         finally:
             if listener is not None:
                 listener.close()
+            end = time.monotonic() + patience_s
             for each in others:
-                each.join(END_S)
+                each.join(max(0.0, end - time.monotonic()))
                 if each.is_alive():
                     each.kill()
                     each.join()
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Processes that are started within are not ended by signals before they ignore them. Those that come meanwhile
+    are this process's afterwards."""
+    resource_tracker.ensure_running()  # which lets signals through again when it has been started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_FIRST)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _work(work: Work, options: Any, place: Place, parent: int) -> None:
-    """A process's life: it ends with the one that started it, and Ctrl-C is that one's to handle."""
+    """A process's life: it ends with the one that started it, whose signals to handle are those that all of a terminal
+    or a service get."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before that
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for each in _OF_THE_FIRST:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_FIRST)
     try:
         work(options, place)
-    except Broken as e:  # told to rank 0, which says so
+    except KvarveError as e:  # told to rank 0, which says so
         print(f"kvarve: rank {place.rank}: {e}", file=sys.stderr)
         sys.exit(1)

@@ -262,15 +262,18 @@ def _kv_events(settings: Settings, model: LoadedModel) -> KvEvents | None:
     return KvEvents(config, model.identity) if config.on else None
 
 
-def follow(settings: Settings, place: Place) -> None:
-    """Any rank but the first: compute what rank 0 says until it stops. Broken if the ranks end otherwise."""
+def follow(settings: Settings, place: Place, joined: Callable[[], None] = lambda: None) -> None:
+    """Any rank but the first: compute what rank 0 says until it stops. `joined` is called when all ranks have come.
+    Broken if the ranks end otherwise."""
     logging.basicConfig(
         level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {place.rank} %(name)s: %(message)s"
     )
     bound_heaps()
     quiet_libraries()
     settings = replace(settings, device=device_of(settings.device, place))
-    ranks = Ranks(place, place.meet(settings.alike), settings.device)
+    star = place.meet(settings.alike)
+    joined()
+    ranks = Ranks(place, star, settings.device)
     with ranks.ended():
         engine = _engine(settings, _model(settings, ranks), ranks)
         ranks.assemble()
@@ -325,13 +328,16 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         handler.addFilter(OncePerSecond())
     tell = tell_systemd()
     starting = Starting(tell)
-    serving, stop, gently, hung_up = (threading.Event() for _ in range(4))
+    serving, stop, gently, hung_up, following = (threading.Event() for _ in range(5))
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if not serving.is_set():
             raise KeyboardInterrupt
         if stop.is_set():
             os._exit(130)
+        if following.is_set():  # a thread says so: this one may be saying something now
+            words = "kvarve computes on until rank 0 ends: stop that (Ctrl-C again: all ranks end at once)"
+            threading.Thread(target=say, args=(words,)).start()
         if number == signal.SIGTERM and settings.drain_s:
             gently.set()
         stop.set()
@@ -374,6 +380,8 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     with ExitStack() as ends:
         ranks = None
         if settings.tp > 1:
+            page, chunk = settings.page_tokens, settings.chunk_tokens
+            check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
             among = started(
                 follow,
                 settings,
@@ -387,7 +395,8 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             if place.rank:
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nothing here is read again
                 say(f"kvarve computes ranks of {settings.tp} for {settings.dist_init_addr}")
-                follow(settings, place)
+                following.set()
+                follow(settings, place, serving.set)
                 return
             settings = replace(settings, device=device_of(settings.device, place))
             ranks = Ranks(place, place.meet(settings.alike, listener), settings.device)
@@ -400,6 +409,8 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             if server.engine.broken:  # the ranks cannot go on without each other, so neither can this process
                 raise Broken(server.engine.broken)
         ending(server.edge, "ending requests, finishing backups")
+        if ranks is not None and server.engine.broken:
+            raise Broken(server.engine.broken)
 
 
 @contextmanager
@@ -462,7 +473,7 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
     Edge(settings)
     if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
-        check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr)
+        check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr, settings.device)
     if settings.dp < 1 or (settings.dp > 1 and settings.nnodes > 1):
         raise ConfigError(f"{settings.dp} replicas on {settings.nnodes} nodes: give at least one, all on one node")
     if not settings.rank_deadline_s > 0:
