@@ -256,7 +256,8 @@ class PrefixCache:
 
     @property
     def up(self) -> bool:
-        return self.worker.up
+        """Whether the storage is used: it answers, on all ranks as far as these have told each other."""
+        return self.worker.up and (self.ranks == 1 or self.attached is None or self.scheduler.storage_up)
 
     @property
     def ranks(self) -> int:

@@ -228,6 +228,21 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
         cache.shutdown(5)
 
 
+def test_a_storage_that_is_down_on_another_rank_is_not_up() -> None:
+    class Agreed(Alone):
+        ranks, up = 2, True
+
+        def agree(self, ended: Iterable[Ended], now: float, *_: object, **__: object) -> AgreedStep:
+            return AgreedStep([*ended], now, self.up)
+
+    agreed = Agreed()
+    cache = PrefixCache(an_identity(), a_config(), storage=a_store(), agreement=agreed, clock=Clock())
+    for agreed.up in (True, False, True):
+        cache.step()
+        assert cache.up is agreed.up
+    cache.shutdown(5)
+
+
 def test_a_request_loses_patience_in_the_step_in_which_the_ranks_agree_that_it_is_time() -> None:
     """A rank whose own clock stands still gives up in the same step as all others."""
     store = a_store()

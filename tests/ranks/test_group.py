@@ -273,6 +273,18 @@ def test_what_only_one_rank_knows_reaches_all_with_the_next_inputs(three: Ranks)
     assert any(three.turn(waiting=False).up for _ in range(TURNS))
 
 
+def test_the_log_says_on_which_rank_storage_is_down(three: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    for up, said in (
+        (True, []),
+        (False, ["storage is down on rank 1"]),
+        (False, []),
+        (True, ["storage is up on all ranks"]),
+    ):
+        caplog.clear()
+        assert three.turn(r1=([], up, None)).up is up
+        assert [each.getMessage() for each in caplog.records] == said
+
+
 def test_a_change_is_made_in_an_exchange_in_which_all_ranks_propose_it(three: Ranks) -> None:
     three.turn()
     asked: tuple[list[Event], bool, Proposal] = ([], True, Proposal("attach"))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvarve.core.effects import Began, Ended, Event, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal, Votes, granted
-from kvarve.ranks.star import Dead, GroupEnded, Late, Star, framed
+from kvarve.ranks.star import Dead, GroupEnded, Late, Star, framed, named
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class Group:
         self._number = star.groups  # what was said late in another group is not for this one
         self._turn = self._number << TURN_BITS
         self._told = [PLAIN] * star.ranks
+        self._down = list[int]()  # ranks whose storage is down, as rank 0 has said last
         self._said = PLAIN  # by this rank, in its last report
         self._attend = True  # the next turn is an exchange, whatever is in flight
         self._ended = ""
@@ -301,13 +302,17 @@ class Group:
         self._count()
         happened, self._happened = self._happened, []
         happened.sort(key=lambda event: (KINDS.index(type(event)), event.op))
-        up, decided, self._attend = True, None, heard
+        decided, self._attend, down = None, heard, list[int]()
         if any(told is not PLAIN for told in self._told):
-            up = all(told.up for told in self._told)
+            down = [rank for rank, told in enumerate(self._told) if not told.up]
             proposals = [told.proposal for told in self._told]
             # Only of what all ranks say in this very turn: any of them may have given up what it said before.
             decided = granted(proposals) if exchange else None
             self._attend = heard or (decided is None and any(each is not None for each in proposals))
+        if down != self._down:
+            self._down = down
+            log.warning("storage is %s", f"down on {named(down, ())}" if down else "up on all ranks")
+        up = not down
         flags = ALL_UP * up + GRANTED * (decided is True) + REFUSED * (decided is False) + ATTEND * self._attend
         head = _INPUTS.pack(INPUTS, self._turn, now, flags, len(happened), len(says))
         frame = framed(head + b"".join(map(_event_bytes, happened)) + says)

@@ -273,7 +273,7 @@ class _Meeting:
         now = time.monotonic()
         end, told = now + start_s, now + TELL_S
         while len(self._joined) < self._ranks - 1:
-            missing, now = _named(range(1, self._ranks), self._joined), time.monotonic()
+            missing, now = named(range(1, self._ranks), self._joined), time.monotonic()
             if now >= end:
                 raise GroupEnded(f"{missing} did not start within {start_s:g} s")
             if now >= told:
@@ -457,6 +457,6 @@ def shown(address: Address) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _named(ranks: Iterable[int], but: Iterable[int]) -> str:
+def named(ranks: Iterable[int], but: Iterable[int]) -> str:
     found = [str(rank) for rank in ranks if rank not in {*but}]
     return f"rank{'s' * (len(found) > 1)} {', '.join(found)}"
