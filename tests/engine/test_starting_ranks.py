@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,6 +83,13 @@ def test_ranks_of_a_machine_that_want_a_gpu_each_have_one(monkeypatch: pytest.Mo
     check_ranks(4, device="cuda:0")
     with pytest.raises(ConfigError, match="4 ranks on this machine want a GPU each, and it has 2"):
         check_ranks(4, device="cuda")
+
+
+def test_ranks_differ_in_what_is_their_own_alone(tmp_path: Path) -> None:
+    first = Settings(tp=2, storage=(f"file://{tmp_path}/one",), host="10.0.0.1", node_rank=0)
+    assert first.alike == replace(first, storage=(f"file://{tmp_path}/other",), host="10.0.0.2", node_rank=1).alike
+    for other in ({"storage": ()}, {"storage": ("redis://host",)}, {"page_tokens": 16}, {"model": "other"}):
+        assert first.alike != replace(first, **other).alike  # type: ignore[arg-type]
 
 
 def test_a_host_may_be_an_address_in_brackets() -> None:

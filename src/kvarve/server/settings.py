@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from kvarve import __version__
 from kvarve.config import CacheConfig
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
@@ -122,7 +123,8 @@ class Settings:
         own |= {"api_keys", "tls_cert", "tls_key", "allowed_host", "cors_origin", "max_connections", "drain_s"}
         own |= {"max_body_bytes", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint", "metrics_compat"}
         own |= {"kv_events_config"}
-        return repr([(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own])
+        alike = [(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own]
+        return repr((__version__, alike, [url.partition("://")[0] for url in self.storage]))
 
     @property
     def cache(self) -> CacheConfig:
