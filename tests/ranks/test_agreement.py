@@ -73,8 +73,15 @@ def test_a_rank_alone_hears_what_ended_as_it_ended() -> None:
     assert Alone().agree(iter(ends), 12.5) == AgreedStep(ends, 12.5)
 
 
-def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(tmp_path: Path) -> None:
-    first, second = processes("agreement,caches", 2, tmp_path)
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes("agreement,caches,stalls", 2, tmp_path_factory.mktemp("two"))
+
+
+def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(
+    two_processes: list[dict[str, Any]],
+) -> None:
+    first, second = two_processes
     assert first["agreement"] == second["agreement"] == expected(2)
     assert first["caches"] == second["caches"]
     *found, counters, nothing_left = first["caches"]
@@ -92,9 +99,28 @@ def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(tmp
     assert counters["bad_storage"] > 0
 
 
-def test_three_processes_agree_on_what_has_ended_and_when(tmp_path: Path) -> None:
-    answers = processes("agreement", 3, tmp_path)
+def test_three_processes_agree_on_what_has_ended_and_when_and_do_not_outrun_a_stalled_one(tmp_path: Path) -> None:
+    answers = processes("agreement,stalls", 3, tmp_path)
     assert [answer["agreement"] for answer in answers] == [expected(3)] * 3
+    all_open_on_what_the_stalled_rank_has(answers)
+
+
+def test_all_ranks_open_on_the_shorter_hit_of_one_whose_storage_stalls(two_processes: list[dict[str, Any]]) -> None:
+    all_open_on_what_the_stalled_rank_has(two_processes)
+
+
+def all_open_on_what_the_stalled_rank_has(answers: list[dict[str, Any]]) -> None:
+    """The storages of all other ranks have served their part of the prompt by then."""
+    first, *others = [answer["stalls"] for answer in answers]
+    assert others == [first] * len(others), "their digests too"
+    assert len(first) == 2 * len(answers), "on each rank in turn, a probe and a read"
+    for case in first:
+        assert case["before"] == [4, 0, 0, 4], "half of the prompt was brought to memory"
+        assert all(case["waited"]), "a request waits for the slowest rank"
+        assert case["opened"], "all lost their patience in one step"
+        assert case["boundary"] == 4
+        assert case["after"] == [8, 0, 0, 8], "the storage of all ranks has the rest"
+        assert case["nothing_left"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
