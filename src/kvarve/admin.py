@@ -106,8 +106,10 @@ class Admin:
                     e = StorageError(f"{told}: it is not open after {OPEN_S:g} s: given up")
                 error = _ours(e, f"{told}: it cannot be opened")
                 if cache.ranks > 1:  # so that ranks that opened theirs do not wait for this one
-                    with suppress(Busy):
-                        self._on_its_thread(lambda: cache.decline(error), ASK_S)
+                    with suppress(KvarveError, TimeoutError):
+                        declined = self._on_its_thread(lambda: cache.decline(error), ASK_S)
+                        # Until all ranks have said so: what one says of this change would else refuse the next one.
+                        declined.made.result(CHANGE_S + ASK_S)
                 raise error from None
             try:
                 change = self._on_its_thread(

@@ -6,17 +6,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
 from filling import Clock, Request, a_config, a_store, an_identity, prompt, run, settle
 from one_rank import NEVER, OPS, STEPS, begins_of, clock_of, ends_of
 
+from gates import LONG_S
+from kvarve.admin import Admin
 from kvarve.core.effects import Began, Ended, Verified
+from kvarve.errors import StorageError
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.agreement import AgreedStep, Alone, Proposal, Votes, granted
 from kvarve.storage import Breaker
+from kvarve.worker import Change, UnderWay
 
 HERE = Path(__file__).parent
 
@@ -171,6 +177,72 @@ def test_a_change_is_made_if_all_ranks_propose_it_and_are_ready(
     proposals: list[Proposal | None], comes_true: bool | None
 ) -> None:
     assert granted(proposals) is comes_true
+
+
+class BesideAnother(Alone):
+    """The agreement of a rank with another one, which says what a test has it say."""
+
+    ranks = 2
+    other: Proposal | None = None
+
+    def agree(
+        self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None, **_: object
+    ) -> AgreedStep:
+        return AgreedStep([*ended], now, up, granted([proposal, self.other]))
+
+
+class Awaited(Future[Any]):
+    """Tells when a thread begins to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = threading.Event()
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.is_awaited.set()
+        return super().result(timeout)
+
+
+def test_a_change_that_one_rank_cannot_make_is_under_way_until_all_have_said_so(tmp_path: Path) -> None:
+    """Else what a slower rank says of it refuses the next change, on all ranks."""
+    agreement, calls = BesideAnother(), Queue[tuple[Callable[[], Change], Future[Change]]]()
+    cache = PrefixCache(an_identity(), a_config(), agreement=agreement, clock=Clock())
+
+    def on_its_thread(call: Callable[[], Change], _: float) -> Change:
+        calls.put((call, answer := Future()))
+        return answer.result(LONG_S)
+
+    def turn(change_made: Future[Any] | None = None) -> None:
+        call, answer = calls.get(timeout=LONG_S)
+        change = call()
+        change.made = change.made if change_made is None else change_made
+        answer.set_result(change)
+
+    admin = Admin(cache, on_its_thread)
+    (tmp_path / "no-folder").touch()
+    with ThreadPoolExecutor(1) as operator:
+        impossible = operator.submit(admin.attach, f"file://{tmp_path}/no-folder/store?capacity=1MiB")
+        declined = Awaited()
+        impossible.add_done_callback(lambda _: declined.is_awaited.set())
+        turn(declined)
+        assert declined.is_awaited.wait(LONG_S)
+        cache.step()
+        assert not impossible.done(), "the other rank has not said yet that it cannot"
+        with pytest.raises(UnderWay):
+            admin.detach()
+        agreement.other = Proposal("", ready=False)
+        cache.step()
+        with pytest.raises(StorageError, match="no-folder"):
+            impossible.result(LONG_S)
+        agreement.other = None
+        detached = operator.submit(admin.detach)
+        turn()
+        cache.step()
+        agreement.other = Proposal("detach")
+        cache.step()
+        assert detached.result(LONG_S)["attached"] is False
+    cache.shutdown(5)
 
 
 class Meeting:
