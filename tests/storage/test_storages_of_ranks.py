@@ -1,5 +1,6 @@
-"""Four ranks of one server on each kind of storage, which is attached while they answer."""
+"""Four ranks of one server on each kind of storage, which takes the place of another one while they answer."""
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,14 @@ from hf3fs_mounts import Bindfs
 from hf3fs_server import end_servers
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, own_network, require_mooncake
 
+from demos import FAMILIES, run_demo
 from kvarve import demo
 from kvarve.served import served
+from kvarve.storage.urls import shown
+from kvarve.testing.models import save_checkpoint, tiny_model
 
 pytestmark = pytest.mark.long
+ANSWER_S = 300.0  # for one answer, on a slow machine
 STORY = "a story that four ranks have read, each of them its heads, "
 
 
@@ -43,38 +48,83 @@ def asked(client: demo.Client, number: int, read_cache: bool = True) -> demo.Ans
 
 
 @pytest.mark.parametrize("place", ["file", "hf3fs", "mooncake"], indirect=True)
-def test_a_storage_that_is_attached_under_traffic_serves_all_ranks_and_those_of_the_next_server(
+def test_a_storage_that_replaces_files_under_traffic_serves_all_ranks_and_those_of_the_next_server(
     place: str, tmp_path: Path
 ) -> None:
-    over = threading.Event()
+    over, answered = threading.Event(), [threading.Semaphore(0) for _ in range(3)]
 
     def repeated(client: demo.Client, number: int) -> list[str]:
         texts = []
         while not over.is_set():
             texts.append(asked(client, number).text)
+            answered[number].release()
         return texts
 
+    def all_go_on() -> None:
+        """Each client has had an answer to a request that it made from now on: the first may have begun before."""
+        for each in answered:
+            while each.acquire(blocking=False):
+                pass
+            assert each.acquire(timeout=ANSWER_S) and each.acquire(timeout=ANSWER_S), "no answer comes"
+
     @contextmanager
-    def serving(storage: str | None = None) -> Iterator[demo.Client]:
-        words = ["--tp", "4", "--admin-key", "the-admin", "--prefetch-policy", "wait_complete"]
-        words += ["--storage", storage] if storage else []
+    def serving(storage: str) -> Iterator[demo.Client]:
+        words = ["--tp", "4", "--admin-key", "the-admin", "--prefetch-policy", "wait_complete", "--storage", storage]
         with served(words, tmp_path, tmp_path / "log") as url, closing(demo.Client(url)) as client:
             client._http.headers["Authorization"] = "Bearer the-admin"
             yield client
 
-    with serving() as client, ThreadPoolExecutor(3) as clients:
+    files = f"file://{tmp_path}/first?capacity=256MiB"
+    with serving(files) as client:
         expected = [asked(client, number, read_cache=False).text for number in range(4)]
-        traffic = [clients.submit(repeated, client, number) for number in range(3)]
-        try:
-            answer = client._http.put("/admin/storage", json={"url": place})
-        finally:
-            over.set()
-        assert answer.status_code == httpx.codes.OK, answer.text
-        for number, each in enumerate(traffic):
-            assert {*each.result()} == {expected[number]}
         _serves(client, expected)
+        with ThreadPoolExecutor(3) as clients:
+            traffic = [clients.submit(repeated, client, number) for number in range(3)]
+            try:
+                all_go_on()
+                _changed(client, place)
+                all_go_on()
+                _changed(client, files)
+                all_go_on()
+                _changed(client, None)
+                all_go_on()
+                _changed(client, place)
+                all_go_on()
+            finally:
+                over.set()
+            for number, each in enumerate(traffic):
+                assert {*each.result()} == {expected[number]}
+        _serves(client, expected)
+        now = client._http.get("/admin/storage").json()
+        assert now["up"] and now["pages"]["failed"] == now["pages"]["bad"] == 0
     with serving(place) as client:
         _serves(client, expected)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("place", ["file", "hf3fs", "mooncake"], indirect=True)
+def test_a_demo_of_four_ranks_is_warm_from_each_kind_of_storage_with_the_cold_answers(
+    place: str, tmp_path: Path
+) -> None:
+    save_checkpoint(tiny_model("qwen3_5", **FAMILIES["qwen3_5"]), tmp_path / "model")
+    words = ("--model", str(tmp_path / "model"), "--tp", "4", "--context-tokens", "600", "--storage", place)
+    report = run_demo(tmp_path / "out", *words, timeout_s=1700)
+    assert report["tp"] == 4
+    log = (tmp_path / "out" / "demo-server.log").read_text()
+    assert len(re.findall(rf"^ +storage +{re.escape(shown(place))}", log, re.MULTILINE)) == 2, "of both servers"
+
+
+def _changed(client: demo.Client, storage: str | None) -> None:
+    """The storage has been attached in place of the present one, or (None) that one detached, on all ranks."""
+    before = client._http.get("/admin/storage").json()
+    if storage is None:
+        answer = client._http.delete("/admin/storage")
+    else:
+        answer = client._http.put("/admin/storage", json={"url": storage})
+    assert answer.status_code == httpx.codes.OK, answer.text
+    now = answer.json()
+    assert now["attached"] == (storage is not None) and now.get("url") == storage
+    assert now.get("previous_closed", False) == before["attached"], "it has not let the one before go"
 
 
 def _serves(client: demo.Client, expected: list[str]) -> None:
