@@ -78,6 +78,7 @@ SEED ?= 7
 soak: setup
 	.venv/bin/python -m kvarve.testing.world --seed $(SEED) --steps 10000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
 	.venv/bin/python -m kvarve.testing.world --engine --seed $(SEED) --steps 1000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
+	.venv/bin/python -m kvarve.testing.world --ranks --seed $(SEED) --steps 300000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
 
 # Hours of conversations with a real engine whose device holds a twentieth of them; every answer is compared.
 MINUTES ?= 120

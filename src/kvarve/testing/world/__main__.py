@@ -18,6 +18,7 @@ LIVES_PER_SEED = 10**6
 REPORT_S = 10.0
 KINDS = {
     "engine": "lives of an engine's scheduler over the core",
+    "ranks": "lives of two to eight ranks with their own protocol",
     "blocks": "lives of a core over an engine's blocks",
 }
 

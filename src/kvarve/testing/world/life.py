@@ -20,6 +20,7 @@ from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.testing.world import shop
 from kvarve.testing.world.blocks import EngineWorld
+from kvarve.testing.world.divided import DividedWorld
 from kvarve.testing.world.scenes import PATIENCES, configure, draw, draw_engine, draw_prompt, words
 from kvarve.testing.world.shop import Shop
 from kvarve.testing.world.transfers import PAGE, ROTTEN
@@ -29,6 +30,7 @@ T = TypeVar("T")
 Action = list[Any]
 
 FORMAT = "kvarve-life/1"
+WRAPPED = ("core", "outside", "divided")  # where the core's settings are in those of other worlds
 LONGEST = 32  # tokens of a session
 
 
@@ -42,7 +44,10 @@ class Life:
     actions: list[Action] = field(default_factory=list)
 
     def world(self) -> World | Shop:
-        """A fresh world for it: the core alone, over an engine's blocks, or an engine's scheduler over it."""
+        """A fresh world for it: the core alone, with the ranks' protocol, over an engine's blocks, or an engine's
+        scheduler over it."""
+        if "divided" in self.config:
+            return DividedWorld(configure(self.config["divided"]), self.ranks, self.seed)
         if "outside" in self.config:
             config = configure(self.config["outside"])
             return EngineWorld(config, self.ranks, self.config["blocks"], self.config["pieces"])
@@ -69,7 +74,7 @@ class Life:
     def check(self) -> None:
         """ConfigError if there is no such core or no such action."""
         known = shop.ACTIONS if "core" in self.config else ACTIONS
-        configure(self.config.get("core", self.config.get("outside", self.config)))
+        configure(next((self.config[kind] for kind in WRAPPED if kind in self.config), self.config))
         for name, *rest in self.actions:
             if name not in known:
                 raise ConfigError(f"not a life: nothing is called {name!r}")
@@ -567,11 +572,14 @@ def _call(effect: Transfer) -> str:
 
 
 def born(seed: int, kind: str = "core") -> tuple[Life, random.Random]:
-    """A life without actions, and the random generator that will draw them: of the core alone, of an engine's scheduler
-    over it ("engine"), or of a core over an engine's blocks ("blocks")."""
+    """A life without actions, and the random generator that will draw them: of the core alone, of several ranks with
+    their protocol ("ranks"), of an engine's scheduler over it ("engine"), or of a core over an engine's blocks
+    ("blocks")."""
     dice = random.Random(seed)
     if kind == "engine":
         return Life(seed, 1, shop.setting(dice)), dice
+    if kind == "ranks":
+        return Life(seed, dice.randint(2, 8), {"divided": draw(dice)}), dice
     config = draw_engine(dice) if kind == "blocks" else draw(dice)
     return Life(seed, dice.choice([1, 1, 1, 1, 2, 3, 4, 8]), config), dice
 

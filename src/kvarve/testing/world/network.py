@@ -40,7 +40,10 @@ class Network:
         self._over = False
 
     def run(self, work: Work) -> list[object]:
-        """What `work(rank)` returned or raised on each rank; None of a rank that was stopped. Hang, if any is stuck."""
+        """What `work(rank)` returned or raised on each rank; None of a rank that was stopped. Hang, if any is stuck.
+
+        After a run in which none was stopped another may follow."""
+        self._over = False
         found: list[object] = [None] * self.ranks
 
         def life(rank: int) -> None:

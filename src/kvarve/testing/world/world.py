@@ -9,7 +9,7 @@ from math import inf
 
 from kvarve.boundaries import union
 from kvarve.core.copies import FETCH, LOAD, STORE, Moving, Op
-from kvarve.core.effects import Copy, Ended, Event, Transfer, Verified, agreed
+from kvarve.core.effects import Copy, Ended, Event, Outcome, Transfer, Verified, agreed
 from kvarve.core.lease import Lease
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.tree import covering, walk
@@ -204,9 +204,7 @@ class World(Shadow):
 
     def step(self, events: Sequence[Event] = (), later_s: float = 0.0) -> None:
         self.now += later_s
-        if len(self.cores) > 1:  # as ranks/agreement.py has it
-            unique = {(event.op, type(event)): event for event in events}.values()
-            events = sorted(unique, key=lambda event: (event.op, isinstance(event, Ended)))
+        events = self._heard(events)
         ended = [event for event in events if isinstance(event, Ended)]
         self.ended = [*self.ended, *[end for end in ended if end.op in self.core.copies.ops]][-40:]
         for end in ended:
@@ -223,6 +221,17 @@ class World(Shadow):
         if self._paused != self.core.governor.paused:
             self._paused = not self._paused
             self.seen["storing paused" if self._paused else "storing went on"] += 1
+
+    def _heard(self, events: Sequence[Event]) -> Sequence[Event]:
+        """What the cores hear of these events of all ranks."""
+        if len(self.cores) == 1:
+            return events
+        unique = {(event.op, type(event)): event for event in events}.values()
+        return sorted(unique, key=lambda event: (event.op, isinstance(event, Ended)))
+
+    def _told(self, told: Sequence[Outcome]) -> Outcome:
+        """What all ranks say together of a copy, from what each has said."""
+        return agreed(told)
 
     def _resident(self, op: Op, page: Moving) -> bool:
         """Whether the tree has a page of a fetch in memory."""
@@ -263,7 +272,7 @@ class World(Shadow):
                 self.carry(op, each, lost if rank in (-1, each) else 0, rotten if rank in (-1, each) else 0)
         effect = self.flying.pop(op)
         del self._stores[op]
-        end = agreed([Ended(op, *director) for director in self._carried.pop(op) if director is not None])
+        end = self._told([Ended(op, *director) for director in self._carried.pop(op) if director is not None])
         self.seen["torn"] += isinstance(effect, Copy) and end.good not in (0, (1 << len(effect.pages)) - 1)
         return end
 
@@ -284,7 +293,7 @@ class World(Shadow):
         assert isinstance(effect, Copy)
         decays = [rotten if rank in (-1, each) else 0 for each in range(len(self.transfers))]
         told = [transfers.verify(effect, decay) for transfers, decay in zip(self.transfers, decays, strict=True)]
-        self.verified[op] = agreed([Verified(op, *each) for each in told])
+        self.verified[op] = self._told([Verified(op, *each) for each in told])
         self.seen["verified"] += 1
         return self.verified[op]
 

@@ -1,0 +1,36 @@
+"""Real cores on two to eight ranks in random lives, which hear of each other's copies by the ranks' own protocol."""
+
+from collections import Counter
+
+import pytest
+
+from kvarve.core.effects import Event
+from kvarve.ranks.agreement import Votes
+from kvarve.testing.world import born, live
+
+SHORT, LONG, STEPS = 4, 60, 150
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(SHORT), *(pytest.param(at, marks=pytest.mark.long) for at in range(SHORT, LONG))]
+)
+def test_ranks_that_hear_of_copies_by_their_own_protocol_break_no_law(seed: int) -> None:
+    print(f"python -m kvarve.testing.world --ranks --seeds {seed}:{seed + 1}")
+    world = live(*born(seed, "ranks"), steps=STEPS)
+    assert len(world.cores) > 1 and world.steps >= STEPS
+    assert world.seen["turns without an exchange"] > 0
+
+
+def test_the_world_sees_a_copy_that_ends_with_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge = Votes.merge
+    ended = Counter[str]()
+
+    def first(self: Votes, news: list[list[Event]]) -> list[Event]:
+        ended["turns"] += 1
+        return merge(self, [max(news, key=len)] * len(news))
+
+    monkeypatch.setattr(Votes, "merge", first)
+    with pytest.raises(AssertionError, match=r"all ranks hear the same|when it has on every rank"):
+        for seed in range(SHORT):
+            live(*born(seed, "ranks"), steps=STEPS)
+    assert ended
