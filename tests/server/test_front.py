@@ -17,6 +17,7 @@ import httpx
 import pytest
 from fastapi import Request
 
+from kvarve.routing import BLOCK_BYTES
 from kvarve.server import front as front_module
 from kvarve.server import replicas as replicas_module
 from kvarve.server.access import Access
@@ -24,8 +25,9 @@ from kvarve.server.api import Refused
 from kvarve.server.front import Front
 from kvarve.server.keyfile import Keyring
 from kvarve.server.observed import Seen
-from kvarve.server.replicas import Replica, Replicas
+from kvarve.server.replicas import LOOK_S, SLOW_S, Replica, Replicas
 from kvarve.server.settings import Settings
+from kvarve.server.stopped import BEFORE, DURING, ENGINE
 
 PATIENCE_S = 120.0
 SETTINGS = cast(Settings, SimpleNamespace(dp=2, kv_events_config=None))
@@ -40,6 +42,7 @@ class Served:
         self.asked: list[str] = []
         self.ends = False  # with the next request
         self.status = 200
+        self.headers = ""  # lines of its own
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -63,7 +66,7 @@ class Served:
         else:
             said = b'{"served": %d}' % self.replica.number
             words = f"HTTP/1.1 {self.status} X\r\ncontent-type: application/json\r\ncontent-length: {len(said)}\r\n"
-            writer.write(words.encode() + b"connection: close\r\n\r\n" + said)
+            writer.write(f"{words}{self.headers}connection: close\r\n\r\n".encode() + said)
             await writer.drain()
         writer.close()
 
@@ -178,6 +181,66 @@ def test_a_change_that_one_replica_refuses_is_not_told_to_one_that_comes_back(
         assert [each.split(" ")[0] for each in first.asked] == ["POST"]
 
     played(play, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("how", [BEFORE, DURING])
+def test_a_request_to_an_engine_that_has_stopped_goes_to_another_replica(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        for place in places:
+            place.status, place.headers = 500, f"{ENGINE}: {how}\r\n"
+        asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+        if how == DURING:  # it may be what stops them
+            assert (await asked).status_code == 502 and sum(len(place.asked) for place in places) == 3
+        else:
+            await until(lambda: sum(len(place.asked) for place in places) >= 6)
+            places[1].status, places[1].headers = 200, ""
+            assert (await asked).json() == {"served": 1}
+
+    played(play, tmp_path, monkeypatch)
+
+
+def test_a_replica_that_has_not_answered_for_a_while_gets_new_requests_only_if_no_other_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        async def served() -> int:
+            answer = await client.post("/v1/completions", json={"prompt": "x" * 4 * BLOCK_BYTES})
+            return int(answer.json()["served"])
+
+        chosen = await served()
+        assert await served() == chosen, "it has the prompt"
+        places[chosen].replica._health.unanswered = round(2 * SLOW_S / LOOK_S)
+        assert await served() == 1 - chosen
+        places[1 - chosen].replica.up = False
+        assert await served() == chosen
+
+    played(play, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("last", "told"), [(b"data: {}\n\n", True), (b'data: {"choi', False)])
+def test_a_stream_whose_replica_ends_says_so_between_events_and_does_not_look_whole(last: bytes, told: bool) -> None:
+    class Broken(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield last
+            raise httpx.ReadError("")
+
+    async def play() -> None:
+        answer = httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Broken())
+        replica = cast(Replica, SimpleNamespace(number=0, busy=1, work=5))
+        sent = list[Any]()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        begun, gone = front_module._Begun(answer, replica, 5), asyncio.get_running_loop().create_future()
+        await front_module._Answer(begun, gone)({}, cast(Any, None), send)
+        assert sent[1]["body"] == last and all(each["more_body"] for each in sent[1:])
+        assert [b"replica 0 has ended" in each["body"] for each in sent[2:]] == [True] * told
+        assert (replica.busy, replica.work) == (0, 0)
+
+    asyncio.run(play())
 
 
 def hangs(number: int, settings: Settings, parent: int) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,13 +23,19 @@ ADMIN = {"Authorization": "Bearer the-admin"}
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder = tmp_path_factory.mktemp("replicas")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has the server's log."""
+    return tmp_path_factory.mktemp("replicas")
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[httpx.Client]:
     ready = folder / "ready"
     words = ["serve", "--dp", "2", "--port", "0", "--page-tokens", "16", "--chunk-tokens", "64", "--threads", "1"]
     words += ["--ready-file", str(ready), "--admin-key", "the-admin", "--api-key", "the-client"]
+    breakable = Path(__file__).with_name("breakable.py")
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "kvarve", *words], stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, str(breakable), *words], stdout=log, stderr=log)
     try:
         until(lambda: ready.exists() or process.poll() is not None)
         assert process.poll() is None, (folder / "log").read_text()
@@ -212,3 +219,36 @@ def test_a_replica_that_is_killed_is_started_again_and_its_requests_go_to_the_ot
     found = under_traffic(client, kill)
     # A stream that had begun cannot go on elsewhere, and does not look whole.
     assert {*found} <= {200, 0} and found.count(0) <= 4
+
+
+def is_started_again(client: httpx.Client, number: int, starts: int) -> bool:
+    now = states(client)[number]
+    return bool(now["starts"] == starts + 1 and now["up"])
+
+
+def test_a_replica_whose_engine_has_stopped_is_started_again_and_its_requests_go_to_the_other(
+    client: httpx.Client, folder: Path
+) -> None:
+    before = states(client)
+
+    def stop() -> None:
+        os.kill(before[0]["pid"], signal.SIGUSR1)
+        until(lambda: is_started_again(client, 0, before[0]["starts"]))
+
+    found = under_traffic(client, stop)
+    assert {*found} <= {200, 0} and found.count(0) <= 4
+    assert states(client)[1]["starts"] == before[1]["starts"]
+    assert (folder / "log").read_text().count("replica 0: its engine has stopped") == 1
+
+
+def test_a_replica_that_hangs_is_killed_and_started_again(client: httpx.Client, folder: Path) -> None:
+    before = states(client)
+
+    def hang() -> None:
+        os.kill(before[1]["pid"], signal.SIGSTOP)
+        until(lambda: is_started_again(client, 1, before[1]["starts"]))
+
+    found = under_traffic(client, hang)
+    assert {*found} <= {200, 0} and found.count(0) <= 4
+    assert states(client)[0]["starts"] == before[0]["starts"], "the one that computes for both is no less well"
+    assert (folder / "log").read_text().count("replica 1 has not answered") == 1

@@ -20,6 +20,7 @@ from kvarve.server.api import Refused
 from kvarve.server.forms import Choice, Form, ResponseUsage, event
 from kvarve.server.prepare import ClientGone, Prepared
 from kvarve.server.quotas import Visit
+from kvarve.server.stopped import BEFORE, DURING, ENGINE
 from kvarve.ticket import Ticket
 
 RETRY_AFTER = {"Retry-After": "1"}
@@ -113,7 +114,7 @@ class Answer:
         try:
             self._engine.submit(*self._requests)
         except Busy as e:
-            raise Refused(500, str(e)) if self._engine.broken else e from None
+            raise stopped(self._engine) if self._engine.broken else e from None
         self.open = set(range(self.count))
 
     async def next(self) -> tuple[int, OutputChunk]:
@@ -134,10 +135,18 @@ class Answer:
 
     async def rest(self, chunk: OutputChunk) -> None:
         """Wait for all answers to end, after a first chunk; the error of one is all that is left of them."""
-        raise_if_failed(chunk)
+        self.raise_if_failed(chunk)
         while self.open:
-            raise_if_failed((await self.next())[1])
+            self.raise_if_failed((await self.next())[1])
         self.close()
+
+    def raise_if_failed(self, chunk: OutputChunk) -> None:
+        """An incomplete answer becomes an HTTP error."""
+        if chunk.finish is Finish.ERROR:
+            broken = self._engine.broken
+            raise Refused(500, chunk.error, headers={ENGINE: DURING} if broken and chunk.error == broken else None)
+        if chunk.finish is Finish.ABORT:
+            raise Refused(503, "the server is shutting down: try again", headers=RETRY_AFTER)
 
     def close(self) -> None:
         """Stop watching, and abort all answers that have not ended."""
@@ -232,9 +241,6 @@ class Stream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def raise_if_failed(chunk: OutputChunk) -> None:
-    """An incomplete answer becomes an HTTP error."""
-    if chunk.finish is Finish.ERROR:
-        raise Refused(500, chunk.error)
-    if chunk.finish is Finish.ABORT:
-        raise Refused(503, "the server is shutting down: try again", headers=RETRY_AFTER)
+def stopped(engine: Engine, status: int = 500) -> Refused:
+    """The error of a request that came after the engine had stopped."""
+    return Refused(status, engine.broken, headers=RETRY_AFTER | {ENGINE: BEFORE})

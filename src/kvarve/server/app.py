@@ -29,7 +29,7 @@ from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
 from kvarve.server.access import Access, no_browsers, no_forms, no_pages, no_simple_requests
 from kvarve.server.admin import HICACHE, admin_routes
-from kvarve.server.answers import RETRY_AFTER, Answer, Stream, raise_if_failed
+from kvarve.server.answers import RETRY_AFTER, Answer, Stream, stopped
 from kvarve.server.api import SMALL_BYTES, Asked, ChatRequest, CompletionRequest, FlushRequest, Refused, parse
 from kvarve.server.bodies import MAX_BODY_BYTES, Bodies
 from kvarve.server.connections import Connections
@@ -153,7 +153,7 @@ class _Front:
 
     async def health(self) -> Response:
         if self._engine.broken:
-            raise Refused(503, self._engine.broken, headers=RETRY_AFTER)
+            raise stopped(self._engine, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
@@ -192,7 +192,7 @@ class _Front:
 
     async def _flush(self, http: Http, tiers: list[Tier], wait_s: float) -> int:
         if self._engine.broken:
-            raise Refused(500, self._engine.broken)
+            raise stopped(self._engine)
         async with self._flushing:  # one at a time: each may wait for a storage
             pages = await apart(lambda: self._engine.flush(tiers, wait_s))
         seen(http).act = f"{pages} pages of the {' and '.join(tier.name.lower() for tier in tiers)} flushed"
@@ -224,7 +224,7 @@ class _Front:
             form = request.form(prefix + noted.id, self.name, spell, prepared.echo)
             # A request that fails before its first token gets an HTTP error, streaming or not.
             first = await answer.next()
-            raise_if_failed(first[1])
+            answer.raise_if_failed(first[1])
             if request.stream:
                 return Stream(form, answer, first)
             await answer.rest(first[1])
@@ -251,7 +251,7 @@ class _Front:
 
     def _on_lane(self, body: bytes, work: Callable[[], T]) -> "Future[T]":
         if self._engine.broken:
-            raise Refused(500, self._engine.broken)
+            raise stopped(self._engine)
         if (before := len(self._preparing)) >= self._engine.capacity_left():
             raise Busy(f"every place is taken, {before} by requests that are being tokenized: try again later")
 

@@ -1,8 +1,8 @@
 """The front of several replicas: one port, requests to the replica that has most of their prompt.
 
 An answer that has begun belongs to its replica. Until then a request goes to another replica if the one chosen has
-ended, or is full. Calls that change or show a server's state go to all; a replica that was started again is told the
-changes of its storage before it gets requests.
+ended, or is full; an engine that has stopped is as a replica that has ended. Calls that change or show a server's state
+go to all that serve; a replica that was started again is told the changes of its storage before it gets requests.
 """
 
 import asyncio
@@ -28,12 +28,14 @@ from kvarve.server.answers import RETRY_AFTER
 from kvarve.server.api import MOST_VALUES, Refused, check_values
 from kvarve.server.app import add_errors, asked, without_extras
 from kvarve.server.bodies import Bodies
+from kvarve.server.forms import event
 from kvarve.server.front_metrics import front_families, merged
 from kvarve.server.lanes import Shared
 from kvarve.server.live import HEADERS
 from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.openapi import PATH, document
 from kvarve.server.replicas import Replica, Replicas
+from kvarve.server.stopped import BEFORE, ENGINE
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ OF_A_BODY = {b"host", b"content-length", b"expect"}  # of a request, which is se
 CONNECT_S, METRICS_S = 5.0, 5.0
 TELL_S = 700.0  # for a call to all: a flush may wait long for backups
 CHANGES = {(method, path) for method in ("PUT", "DELETE") for path in ("/admin/storage", HICACHE)}
+UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout)  # a replica that has not got the request
 RETRIES = 2  # of a request during which its replica has ended
 WAIT_S = 30.0  # of a request for a replica that serves
 LOOK_S = 0.1
@@ -222,7 +225,7 @@ class Front:
                     try:
                         begun = await self._begin(call, each, work, gone)
                     except httpx.TransportError as e:  # nothing of an answer has reached the client
-                        ended += not isinstance(e, httpx.ConnectError)  # else it had ended before
+                        ended += not isinstance(e, UNREACHED)  # else it had ended before
                         if ended > RETRIES:  # it may be what ends them
                             raise Refused(502, f"{ended} replicas have ended before they answered this") from None
                         log.warning("replica %d: %s: its request goes to another", each.number, type(e).__name__)
@@ -247,6 +250,7 @@ class Front:
             await asyncio.sleep(LOOK_S)
         while self._replicas.ended:
             self._router.forget(self._replicas.ended.pop())
+        able = [each for each in able if not each.slow] or able
         if prompt is None:
             return min(able, key=lambda each: each.busy)
         work = [each.work for each in self._replicas.all]
@@ -271,7 +275,11 @@ class Front:
         if each.told < each.starts:
             async with self._changing:
                 await self._tell_changes(each)
-        return await self._http.send(call.to(each, self._http), stream=True)
+        answer = await self._http.send(call.to(each, self._http), stream=True)
+        if how := answer.headers.get(ENGINE):
+            await answer.aclose()
+            raise (httpx.ConnectError if how == BEFORE else httpx.ReadError)("its engine has stopped")
+        return answer
 
     def _able(self) -> list[Replica]:
         return [each for each in self._replicas.all if each.able]
@@ -308,14 +316,21 @@ class _Answer(Response):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pieces = self._begun.answer.aiter_raw()
+        pieces, number = self._begun.answer.aiter_raw(), self._begun.replica.number
+        events = self._begun.answer.headers.get("content-type", "").startswith("text/event-stream")
+        between = True  # two events
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while (piece := await self._next(pieces)) is not None:
+                between = piece.endswith(b"\n\n")
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.TransportError as e:  # the answer is not ended, so that the client sees it break off
-            log.warning("replica %d: %s within an answer", self._begun.replica.number, type(e).__name__)
+            log.warning("replica %d: %s within an answer", number, type(e).__name__)
+            if events and between:  # else it would become a part of the last event
+                said = Refused(502, f"replica {number} has ended within this answer: ask again").body()
+                with suppress(OSError):
+                    await send({"type": "http.response.body", "body": event(said), "more_body": True})
         except OSError:
             pass  # the client has gone
         finally:

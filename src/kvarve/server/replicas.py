@@ -1,6 +1,7 @@
 """Replicas: servers in processes of their own, started again when they end, and drained before they are restarted.
 
-One thread keeps them. The front (`server.front`) asks which of them may be sent requests.
+One thread keeps them; one more for each asks its `/health`, which an event loop answers that computes nothing. The
+front (`server.front`) asks which of them may be sent requests.
 """
 
 import ctypes
@@ -11,8 +12,9 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
+from http.client import HTTPConnection, HTTPException
 from math import inf
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,6 +24,7 @@ from kvarve.errors import ConfigError, KvarveError
 from kvarve.server.kv_events import KvEventsConfig
 from kvarve.server.logs import begin_log
 from kvarve.server.settings import Settings
+from kvarve.server.stopped import ENGINE
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,20 @@ STOP_S = 60.0  # for a replica to end its requests and backups
 DRAIN_S = 600.0  # for the requests of a replica that is to be restarted
 CALM_S = 60.0  # a replica that has lived so long is started again at once
 WAITS_S = (0.0, 1.0, 5.0, 30.0)  # before a replica is started again that keeps ending
+HEALTH_S = 1.0  # between two questions for a replica's health
+SLOW_S = 5.0  # a replica that has not answered for so long gets new requests only if no other answers
+HUNG_S = 60.0  # then it is killed. A library has kept all threads of a process that was well waiting for 22 s
+KILLED_S = 5.0  # for a process that was killed to end; one that a driver holds takes longer
 _DIES_WITH_PARENT = 1  # prctl
+
+
+class _Health:
+    """Of one process that serves, as it says. `unanswered` counts looks, so that no time counts in which the front did
+    not run either."""
+
+    def __init__(self) -> None:
+        self.unanswered = 0  # looks since it last answered
+        self.stopped = False  # its engine has
 
 
 class Replica:
@@ -57,13 +73,19 @@ class Replica:
         self._process: BaseProcess | None = None
         self._start_s = start_s
         self._started_s, self._ended_s = 0.0, -inf
-        self._stop_by_s = inf  # it was told to end
+        self._stop_by_s, self._killed = inf, False  # it was told to end; or need not be told
+        self._health = _Health()
         self._failures = 0  # in a row
 
     @property
     def able(self) -> bool:
         """Whether it may be sent requests."""
         return self.up and not self.draining
+
+    @property
+    def slow(self) -> bool:
+        """Whether it hangs, or computes so much that it answers nothing for a while."""
+        return self._health.unanswered * LOOK_S > SLOW_S
 
     def start(self) -> None:
         self._ready.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # whatever cleans temporary files
@@ -78,36 +100,67 @@ class Replica:
             self._failures, self._ended_s = self._failures + 1, time.monotonic()
             log.error("replica %d cannot be started: %s; tried again", self.number, e)
             return
-        self._process = process
-        self._started_s, self._stop_by_s, self.starts = time.monotonic(), inf, self.starts + 1
+        self._process, self._health = process, _Health()
+        self._started_s, self._stop_by_s, self._killed = time.monotonic(), inf, False
+        self.starts += 1
 
     def look(self) -> bool:
         """See what has become of the process; True if it has just ended."""
         if self._process is None:
             return False
-        if time.monotonic() > self._stop_by_s:
-            log.warning("replica %d has not ended after %.0f s: killed", self.number, STOP_S)
+        self._health.unanswered += self.up
+        if why := self._overdue():
+            log.error("replica %d %s: killed", self.number, why)
             self._kill()
-        elif not self.up and self._stop_by_s == inf and time.monotonic() > self._started_s + self._start_s:
-            log.error("replica %d does not serve after %.0f s: killed", self.number, self._start_s)
-            self._kill()
+        elif self.up and self._health.stopped:
+            log.error("replica %d: its engine has stopped, see its error above: it is started again", self.number)
+            self.stop()
         if not self._process.is_alive():
             asked, now_s = self._stop_by_s < inf, time.monotonic()
-            self._failures = 0 if asked or now_s - self._started_s > CALM_S else self._failures + 1
+            well = asked and not self._health.stopped
+            self._failures = 0 if well or now_s - self._started_s > CALM_S else self._failures + 1
             self._process, self.up, self._ended_s = None, False, now_s
-            if not asked:
+            if not asked and not self._killed:
                 log.error("replica %d has ended by itself: it is started again", self.number)
             return True
-        if not self.up and self._stop_by_s == inf:  # one that was told to end has not taken its file away yet
+        if not self.up and self._stop_by_s == inf and not self._killed:  # else its file may still be there
             with suppress(OSError):
                 if url := self._ready.read_text().strip():
                     self.url, self.up = url, True
         return False
 
+    def _overdue(self) -> str:
+        """What it has not done within its time; "" if it has."""
+        now_s = time.monotonic()
+        if self._killed:
+            return ""
+        if self._stop_by_s < inf:
+            return f"has not ended after {STOP_S:.0f} s" if now_s > self._stop_by_s else ""
+        if not self.up:
+            late = now_s > self._started_s + self._start_s
+            return f"does not serve after {self._start_s:.0f} s" if late else ""
+        return f"has not answered for {HUNG_S:.0f} s" if self._health.unanswered * LOOK_S > HUNG_S else ""
+
     def _kill(self) -> None:
         assert self._process is not None
+        self.up, self._killed = False, True
         self._process.kill()
-        self._process.join()
+        self._process.join(KILLED_S)
+
+    def ask(self) -> None:
+        """Ask the server for its health, and wait for the answer: on a thread of its own."""
+        health = self._health  # of this process, whatever process is there when it answers
+        if not self.up:
+            return
+        try:
+            with closing(HTTPConnection(self.url.removeprefix("http://"), timeout=HUNG_S)) as link:
+                link.request("GET", "/health")
+                health.stopped = link.getresponse().headers[ENGINE] is not None
+        except (TimeoutError, ConnectionRefusedError):
+            return
+        except (OSError, HTTPException):
+            pass  # it has closed the connection, as it has too many; or the front has no descriptor for one
+        health.unanswered = 0
 
     def due(self) -> bool:
         """Whether it has ended, and is to be started again now."""
@@ -117,7 +170,7 @@ class Replica:
     def stop(self) -> None:
         """Have it end its requests and its backups."""
         self.up = False
-        if self._process is not None and self._stop_by_s == inf:  # a second signal would end it at once
+        if self._process is not None and self._stop_by_s == inf and not self._killed:  # a second signal ends it at once
             self._stop_by_s = time.monotonic() + STOP_S
             self._process.terminate()
 
@@ -149,6 +202,9 @@ class Replicas:
     def start(self) -> None:
         """Returns when all serve. ConfigError if one does not."""
         self._thread.start()
+        for each in self.all:
+            name = f"kvarve health of replica {each.number}"
+            threading.Thread(target=self._ask, args=(each,), name=name, daemon=True).start()
         end = time.monotonic() + START_S
         while not all(each.up for each in self.all):
             if self._failed or time.monotonic() > end:
@@ -165,6 +221,10 @@ class Replicas:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+
+    def _ask(self, each: Replica) -> None:
+        while not self._stopping.wait(HEALTH_S):
+            each.ask()
 
     def _keep(self) -> None:
         while not self._stopping.wait(LOOK_S):
