@@ -183,6 +183,72 @@ def test_a_change_that_one_replica_refuses_is_not_told_to_one_that_comes_back(
     played(play, tmp_path, monkeypatch)
 
 
+def test_a_change_reaches_a_replica_that_does_not_serve_once_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        first, other = places
+        other.replica.up = False  # its end has been seen
+        answer = await client.put("/admin/storage", json={"storage": "file:///a"})
+        whole = {"served": 0, "replicas": [{"served": 0}], "not_serving": [1]}
+        assert (answer.status_code, answer.json()) == (200, whole)
+        await other.stop()
+        await other.start()
+        await other.stop()  # unseen
+        answer = await client.put("/admin/storage", json={"storage": "file:///b"})
+        assert (answer.status_code, answer.json()) == (200, whole)
+        await other.start()
+        first.replica.up = False
+        await client.post("/v1/completions", json={"prompt": "x"})
+        assert [each.split(" ")[0] for each in other.asked] == ["PUT", "POST"] and "/b" in other.asked[0]
+        other.replica.up = False
+        answer = await client.put("/admin/storage", json={"storage": "file:///c"})
+        assert answer.status_code == 503 and "no replica serves" in answer.text
+
+    played(play, tmp_path, monkeypatch)
+
+
+def test_a_change_is_told_again_to_a_replica_whose_connection_alone_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        first, other = places
+        other.ends = True
+        answer = await client.put("/admin/storage", json={"storage": "file:///a"})
+        assert answer.status_code == 200 and answer.json()["not_serving"] == [1]
+        other.ends, first.replica.up = False, False
+        await other.start()
+        other.replica.starts -= 1
+        await client.post("/v1/completions", json={"prompt": "x"})
+        assert [each.split(" ")[0] for each in other.asked] == ["PUT", "PUT", "POST"]
+
+    played(play, tmp_path, monkeypatch)
+
+
+def test_a_change_that_may_have_ended_the_first_replica_is_told_to_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        first, other = places
+        first.ends = True
+        answer = await client.put("/admin/storage", json={"storage": "file:///a"})
+        assert answer.status_code == 502 and "no replica has done it" in answer.text and not other.asked
+
+    played(play, tmp_path, monkeypatch)
+
+
+def test_a_change_that_a_later_replica_refuses_says_which_have_done_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        places[1].status = 409
+        answer = await client.put("/admin/storage", json={"storage": "file:///a"})
+        assert answer.status_code == 409
+        assert answer.json()["error"]["message"] == "replica 1: status 409; replicas that have done it: 0"
+
+    played(play, tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize("how", [BEFORE, DURING])
 def test_a_request_to_an_engine_that_has_stopped_goes_to_another_replica(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

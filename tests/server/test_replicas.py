@@ -241,14 +241,23 @@ def test_a_replica_whose_engine_has_stopped_is_started_again_and_its_requests_go
     assert (folder / "log").read_text().count("replica 0: its engine has stopped") == 1
 
 
-def test_a_replica_that_hangs_is_killed_and_started_again(client: httpx.Client, folder: Path) -> None:
+def test_a_replica_that_hangs_is_killed_and_comes_back_with_the_storage_of_the_other(
+    client: httpx.Client, folder: Path
+) -> None:
     before = states(client)
 
     def hang() -> None:
         os.kill(before[1]["pid"], signal.SIGSTOP)
+        until(lambda: states(client)[1]["pid"] != before[1]["pid"])
+        body = {"url": f"file://{folder / 'pages'}?capacity=64MiB"}
+        answer = client.put("/admin/storage", json=body, headers=ADMIN)
+        assert answer.status_code == 200 and answer.json()["attached"], answer.text
         until(lambda: is_started_again(client, 1, before[1]["starts"]))
 
     found = under_traffic(client, hang)
     assert {*found} <= {200, 0} and found.count(0) <= 4
     assert states(client)[0]["starts"] == before[0]["starts"], "the one that computes for both is no less well"
     assert (folder / "log").read_text().count("replica 1 has not answered") == 1
+    storages = client.get("/admin/storage", headers=ADMIN).json()["replicas"]
+    assert [each["attached"] for each in storages] == [True, True]
+    assert client.delete("/admin/storage", headers=ADMIN).status_code == 200

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -177,29 +177,42 @@ class Front:
         return answer
 
     async def tell_all(self, http: Http) -> Response:
-        """One call to every replica, one after the other; the first that refuses ends it, and is named."""
-        told = list[httpx.Response]()
+        """One call to every replica that serves, one after the other; the first that refuses ends it, and is named.
+
+        One that does not serve has no pages, and is told a change before it gets requests.
+        """
+        told, absent = dict[int, httpx.Response](), list[int]()
         async with self._bodies.read(http) as body, self._changing:
             call = _Call.of(http, body)
             for each in self._replicas.all:
                 if not each.up:
-                    raise Refused(503, f"replica {each.number} does not serve now: try again", headers=RETRY_AFTER)
+                    absent.append(each.number)
+                    continue
                 try:
                     async with asyncio.timeout(TELL_S):
                         await self._tell_changes(each)
                         answer = await self._http.send(call.to(each, self._http))
-                except (httpx.HTTPError, TimeoutError) as e:
-                    why = str(e) or f"no answer within {TELL_S:.0f} s"
-                    raise Refused(502, f"replica {each.number}: {why}; told before it: {len(told)}") from None
+                except httpx.TransportError as e:
+                    if not told and not isinstance(e, UNREACHED):  # the call may be what ends it
+                        raise Refused(502, f"replica {each.number} has ended; {_done(told)}") from None
+                    absent.append(each.number)
+                    each.told = 0  # if it has not ended, but its connection
+                    continue
+                except TimeoutError:
+                    why = f"replica {each.number} has not answered within {TELL_S:.0f} s; {_done(told)}"
+                    raise Refused(502, why) from None
                 if answer.status_code >= 400:
-                    done = f"; replicas that have done it: {len(told)}" if told else ""
-                    log.warning("%s %s: replica %d refuses%s", http.method, http.url.path, each.number, done)
+                    log.warning("%s %s: replica %d refuses; %s", call.method, http.url.path, each.number, _done(told))
                     seen(http).passed_on = True
-                    return _passed(answer)
-                told.append(answer)
+                    if not told:
+                        return _passed(answer)
+                    raise Refused(answer.status_code, f"replica {each.number}: {_why(answer)}; {_done(told)}")
+                told[each.number] = answer
+            if not told:
+                raise Refused(503, "no replica serves now: try again", headers=RETRY_AFTER)
             if (http.method, http.url.path) in CHANGES:
                 self._changes = [earlier for earlier in self._changes if not call.makes_up_for(earlier)] + [call]
-        return _joined(told)
+        return _joined([*told.values()], absent)
 
     async def _tell_changes(self, each: Replica) -> None:
         """Have a replica that was started again change its storage as the others have. TransportError if it ends."""
@@ -376,8 +389,22 @@ def _prompt_of(body: bytes) -> Prompt | None:
     return Prompt.of(salt, json.dumps(prompt, ensure_ascii=False).encode(errors="surrogatepass"))
 
 
-def _joined(told: list[httpx.Response]) -> Response:
-    """One answer of all: counts are added up, anything else is the first one's; and each one's own."""
+def _done(told: Iterable[int]) -> str:
+    numbers = ", ".join(map(str, told))
+    return f"replicas that have done it: {numbers}" if numbers else "no replica has done it"
+
+
+def _why(answer: httpx.Response) -> str:
+    """The message of a replica's error."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"status {answer.status_code}"
+
+
+def _joined(told: list[httpx.Response], absent: list[int]) -> Response:
+    """One answer of all: counts are added up, anything else is the first one's; and each one's own. `absent`: numbers
+    of those that do not serve."""
     try:
         found = [each.json() for each in told]
     except ValueError:
@@ -390,7 +417,7 @@ def _joined(told: list[httpx.Response]) -> Response:
         for name, value in first.items()
         if name.endswith(("_pages", "_objects")) and isinstance(value, int)
     }
-    return JSONResponse(first | counts | {"replicas": found})
+    return JSONResponse(first | counts | {"replicas": found} | ({"not_serving": absent} if absent else {}))
 
 
 def _passed(answer: httpx.Response) -> Response:
