@@ -41,6 +41,7 @@ class Served:
         self.replica = Replica(number, SETTINGS, folder)
         self.asked: list[str] = []
         self.ends = False  # with the next request
+        self.hangs: asyncio.Event | None = None  # it answers once this is set
         self.status = 200
         self.headers = ""  # lines of its own
         self._server: asyncio.Server | None = None
@@ -61,6 +62,8 @@ class Served:
         lengths = [line.split(":")[1] for line in head.split("\r\n") if line.lower().startswith("content-length:")]
         body = (await reader.readexactly(int(lengths[0]))).decode() if lengths else ""
         self.asked.append(f"{head.splitlines()[0].rpartition(' ')[0]} {body}".strip())
+        if self.hangs is not None:
+            await self.hangs.wait()
         if self.ends:
             await self.stop()
         else:
@@ -162,6 +165,37 @@ def test_a_replica_that_was_started_again_has_the_storage_of_the_others(
         assert told == ["PUT", "PUT", "POST", "POST"], "once, before any request; none that a later one makes up for"
         assert "/a" in other.asked[0] and "/c" in other.asked[1]
 
+    played(play, tmp_path, monkeypatch)
+
+
+def test_a_call_to_all_that_hangs_at_one_keeps_no_other_that_was_started_again_from_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        first, other = places
+        assert (await client.put("/admin/storage", json={"storage": "file:///a"})).status_code == 200
+        other.hangs = asyncio.Event()
+        asking = asyncio.ensure_future(client.get("/admin/storage"))
+        await until(lambda: len(other.asked) == 2)
+        await first.stop()
+        await first.start()
+        other.replica.up = False
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).json() == {"served": 0}
+        assert not asking.done()
+        other.hangs.set()
+        assert (await asking).status_code == 200
+
+    played(play, tmp_path, monkeypatch)
+
+
+def test_health_is_answered_at_once_while_no_replica_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        for place in places:
+            place.replica.up = False
+        for path in ("/health", "/health_generate"):
+            assert (await client.get(path)).status_code == 503
+
+    monkeypatch.setattr(front_module, "WAIT_S", 10 * PATIENCE_S)
     played(play, tmp_path, monkeypatch)
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from kvarve.server.forms import event
 from kvarve.server.front_metrics import front_families, merged
 from kvarve.server.lanes import Shared
 from kvarve.server.live import HEADERS
-from kvarve.server.observed import Observed, Responses, acts, seen
+from kvarve.server.observed import QUIET, Observed, Responses, acts, seen
 from kvarve.server.openapi import PATH, document
 from kvarve.server.replicas import Replica, Replicas
 from kvarve.server.stopped import BEFORE, ENGINE
@@ -182,7 +182,9 @@ class Front:
         One that does not serve has no pages, and is told a change before it gets requests.
         """
         told, absent = dict[int, httpx.Response](), list[int]()
-        async with self._bodies.read(http) as body, self._changing:
+        changes = (http.method, http.url.path) in CHANGES
+        # What changes nothing keeps no replica from being told what it has missed, however long one takes to answer.
+        async with self._bodies.read(http) as body, self._changing if changes else nullcontext():
             call = _Call.of(http, body)
             for each in self._replicas.all:
                 if not each.up:
@@ -190,7 +192,7 @@ class Front:
                     continue
                 try:
                     async with asyncio.timeout(TELL_S):
-                        await self._tell_changes(each)
+                        await (self._tell_changes(each) if changes else self._catch_up(each))
                         answer = await self._http.send(call.to(each, self._http))
                 except httpx.TransportError as e:
                     if not told and not isinstance(e, UNREACHED):  # the call may be what ends it
@@ -210,7 +212,7 @@ class Front:
                 told[each.number] = answer
             if not told:
                 raise Refused(503, "no replica serves now: try again", headers=RETRY_AFTER)
-            if (http.method, http.url.path) in CHANGES:
+            if changes:
                 self._changes = [earlier for earlier in self._changes if not call.makes_up_for(earlier)] + [call]
         return _joined([*told.values()], absent)
 
@@ -224,12 +226,18 @@ class Front:
                 log.error(message, each.number, change.method, change.path, answer.text[:300])
         each.told = starts
 
+    async def _catch_up(self, each: Replica) -> None:
+        """Before it is asked anything, a replica that was started again has the storage of the others."""
+        if each.told < each.starts:
+            async with self._changing:
+                await self._tell_changes(each)
+
     async def forward(self, http: Http) -> Response:
         async with self._bodies.read(http) as body:
             prompt = await asyncio.to_thread(_prompt_of, body) if http.method in ("POST", "PUT") else None
             call = _Call.of(http, body)
             gone, tried, ended = asyncio.ensure_future(_gone(http.receive)), set[int](), 0
-            end_s = asyncio.get_running_loop().time() + WAIT_S
+            end_s = asyncio.get_running_loop().time() + (WAIT_S if http.url.path not in QUIET else 0.0)
             try:
                 while True:
                     each = await self._choose(prompt, tried, end_s)
@@ -285,9 +293,7 @@ class Front:
             raise
 
     async def _send(self, call: _Call, each: Replica) -> httpx.Response:
-        if each.told < each.starts:
-            async with self._changing:
-                await self._tell_changes(each)
+        await self._catch_up(each)
         answer = await self._http.send(call.to(each, self._http), stream=True)
         if how := answer.headers.get(ENGINE):
             await answer.aclose()
