@@ -241,7 +241,8 @@ def test_changes_of_the_storage_under_traffic_are_made_on_all_ranks_or_none(chan
             warm = ask(client, f"{number} {PROMPT}")
             assert cached(warm)["storage"] > 0 and warm["choices"] == answer["choices"]
         assert client.get("/health").status_code == 200 and process.poll() is None
-        process.send_signal(signal.SIGINT)
+        for pid in (*others(process), process.pid):  # as a terminal or a service manager does
+            os.kill(pid, signal.SIGTERM)
         ended, said = process.wait(PATIENCE_S), (tmp_path / "log").read_text()
         assert ended == 0, said
         assert "the ranks end" not in said and "differ" not in said, said
@@ -298,8 +299,13 @@ def test_ranks_of_two_machines_are_one_server(nodes: list[list[str]], tmp_path: 
         cold, warm = (json.loads(subprocess.run(ask, capture_output=True, check=True).stdout) for _ in range(2))
         assert not any(cached(cold).values())
         assert cached(warm)["device"] > 0 and warm["choices"] == cold["choices"]
+        started[1].send_signal(signal.SIGTERM)
+        again = json.loads(subprocess.run(ask, capture_output=True, check=True).stdout)
+        assert again["choices"] == cold["choices"]
         started[0].send_signal(signal.SIGINT)
-        assert [each.wait(PATIENCE_S) for each in started] == [0, 0]
+        said = (tmp_path / "log-1").read_text()
+        assert [each.wait(PATIENCE_S) for each in started] == [0, 0], said
+        assert "computes on until rank 0 ends" in said
     finally:
         for each in started:
             each.kill()
