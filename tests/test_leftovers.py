@@ -13,7 +13,7 @@ import pytest
 
 from kvarve import leftovers
 from kvarve.engine.ranks import started
-from kvarve.leftovers import locked, sweep
+from kvarve.leftovers import MARK, locked, sweep, temporary_folder
 from kvarve.regions import SHARED, shared_region
 
 WORKS = """
@@ -70,32 +70,50 @@ def test_what_a_killed_process_has_left_goes_with_the_next_and_what_is_in_use_st
 
 
 def test_a_file_that_was_swept_before_it_was_locked_is_not_used(tmp_path: Path) -> None:
-    for path in tmp_path / "file", tmp_path / "folder":
-        path.mkdir() if path.name == "folder" else path.touch()
-        made = os.open(path, os.O_RDONLY)
-        sweep([path])
-        assert not path.exists() and not locked(made)
-        os.close(made)
+    (tmp_path / "file").touch()
+    made = os.open(tmp_path / "file", os.O_RDONLY)
+    sweep([tmp_path / "file"])
+    assert not (tmp_path / "file").exists() and not locked(made)
+    os.close(made)
+
+
+def test_a_folder_that_only_has_such_a_name_stays(short_tmp: Path) -> None:
+    for name in ("kvarve-ranks-baseline", "kvarve-ranks-linkedto"):
+        (short_tmp / name).mkdir()
+    (short_tmp / "kvarve-ranks-baseline" / "data").touch()
+    (short_tmp / "kvarve-ranks-linkedto" / MARK).touch()
+    (short_tmp / "kvarve-ranks-thelinks").symlink_to("kvarve-ranks-linkedto")
+    lock = os.open(short_tmp / "kvarve-ranks-linkedto", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with temporary_folder("kvarve-ranks-"):
+        sweep(short_tmp.iterdir())
+    assert (short_tmp / "kvarve-ranks-baseline" / "data").exists()
+    assert (short_tmp / "kvarve-ranks-thelinks" / MARK).exists(), "it is in use"
+    os.close(lock)
+    with temporary_folder("kvarve-ranks-"):
+        assert not (short_tmp / "kvarve-ranks-linkedto").exists() and (short_tmp / "kvarve-ranks-thelinks").is_symlink()
+
+
+def test_where_folders_cannot_be_locked_one_is_made_all_the_same(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: int) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(leftovers.fcntl, "flock", refused)
+    with temporary_folder("kvarve-ranks-") as folder, temporary_folder("kvarve-ranks-"):
+        assert folder.exists()
+    assert not [*short_tmp.iterdir()]
 
 
 def test_links_and_what_other_users_own_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, link, file, pipe = (tmp_path / name for name in ("target", "link", "file", "pipe"))
-    target.mkdir()
-    (target / "kept").touch()
+    target.touch()
     link.symlink_to(target)
     file.touch()
     os.mkfifo(pipe)
     with monkeypatch.context() as patch:
         patch.setattr(leftovers.os, "geteuid", lambda: os.getuid() + 1)
-        sweep([target, file, pipe, tmp_path / "none"])
-    sweep([link])
-    assert (target / "kept").exists() and link.is_symlink() and file.exists() and pipe.exists()
-
-
-def test_a_folder_that_is_locked_by_any_process_stays(tmp_path: Path) -> None:
-    folder = os.open(tmp_path, os.O_RDONLY)
-    assert locked(folder)
-    sweep([tmp_path])
-    assert tmp_path.exists()
-    fcntl.flock(folder, fcntl.LOCK_UN)
-    os.close(folder)
+        sweep([target, file, tmp_path / "none"])
+    sweep([link, pipe])
+    assert target.exists() and link.is_symlink() and file.exists() and pipe.exists()

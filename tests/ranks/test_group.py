@@ -278,7 +278,7 @@ def test_the_log_says_on_which_rank_storage_is_down(three: Ranks, caplog: pytest
         (True, []),
         (False, ["storage is down on rank 1"]),
         (False, []),
-        (True, ["storage is up on all ranks"]),
+        (True, ["storage is down on no rank"]),
     ):
         caplog.clear()
         assert three.turn(r1=([], up, None)).up is up

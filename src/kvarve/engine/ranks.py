@@ -348,10 +348,13 @@ def started(
             if listener is not None:
                 listener.close()
             end = time.monotonic() + patience_s
-            for each in others:
-                each.join(max(0.0, end - time.monotonic()))
-                if each.is_alive():
+            try:
+                for each in others:
+                    each.join(max(0.0, end - time.monotonic()))
+            finally:
+                for each in others:
                     each.kill()
+                for each in others:
                     each.join()
 
 

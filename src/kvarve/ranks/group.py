@@ -309,9 +309,6 @@ class Group:
             # Only of what all ranks say in this very turn: any of them may have given up what it said before.
             decided = granted(proposals) if exchange else None
             self._attend = heard or (decided is None and any(each is not None for each in proposals))
-        if down != self._down:
-            self._down = down
-            log.warning("storage is %s", f"down on {named(down, ())}" if down else "up on all ranks")
         up = not down
         flags = ALL_UP * up + GRANTED * (decided is True) + REFUSED * (decided is False) + ATTEND * self._attend
         head = _INPUTS.pack(INPUTS, self._turn, now, flags, len(happened), len(says))
@@ -321,6 +318,9 @@ class Group:
                 link.pass_on(frame)
             except (Dead, Late) as e:
                 self._part(rank, e)
+        if down != self._down:  # said when the ranks go on: a log may wait for its reader
+            self._down = down
+            log.warning("storage is down on %s", named(down, ()) if down else "no rank")
         return AgreedStep(happened, now, up, decided, says)
 
     def _hear(self, exchange: bool) -> bool:

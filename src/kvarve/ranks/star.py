@@ -25,7 +25,7 @@ MOST = 1 << 28  # bytes of the longest
 _LENGTH = struct.Struct("<I")
 _HELLO = struct.Struct("<8s32sHH")
 _MAGIC = b"kvranks2"
-WELCOME = b""  # to a rank, when all have come; any other answer says why it cannot join
+WELCOME = _MAGIC  # to a rank, when all have come; another answer begins so and says why it cannot join
 START_S = 600.0  # for all ranks to come
 CALL_S = 10.0  # for a connection to be made, before the next is tried
 HELLO_S = 5.0  # for one that has called to say which rank it is
@@ -74,6 +74,13 @@ class Link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wait_at_most(deadline_s)
         self._torn = False  # a part of a frame has been sent or read, and the rest has not
+
+    def hung_up(self) -> bool:
+        """Whether the other end has said nothing and closes; asked once it can be read."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def wait_at_most(self, deadline_s: float) -> None:
         """From now on a send or receive that makes no progress for this long is Late."""
@@ -216,7 +223,7 @@ class Listener:
         self._sockets: list[socket.socket] = []
         try:
             for address in addresses:
-                self._sockets.append(_bound(address))
+                self._sockets += _bound(address)
         except BaseException:
             self.close()
             raise
@@ -241,10 +248,14 @@ class Listener:
             meeting.refuse(str(e))
             raise
         except (Dead, Late):
-            meeting.refuse(why := "a rank has ended before all had come")
+            meeting.refuse(why := "a rank has ended when all had come")
             raise GroupEnded(why) from None
+        except BaseException:
+            meeting.refuse("rank 0 has ended before all had come: see what it has printed")
+            raise
         finally:
             meeting.end()
+            self.close()  # whoever calls from now on finds no one, and calls again
         for link in links.values():
             link.wait_at_most(deadline_s)
         return Star(0, ranks, links, deadline_s)
@@ -292,7 +303,10 @@ class _Meeting:
         if number in self._processes:
             raise GroupEnded(_ended_early(self._processes[number]))
         if number in self._listening:
-            came, _ = self._listening[number].accept()
+            try:
+                came, _ = self._listening[number].accept()
+            except OSError:  # the caller has gone, or there are no descriptors for now
+                return
             if len(self._callers) >= CALLERS:
                 self._drop(next(iter(self._callers)))
             self._callers[came.fileno()] = came, bytearray(), time.monotonic() + HELLO_S
@@ -309,6 +323,8 @@ class _Meeting:
         came, said, _ = self._callers[number]
         try:
             some = came.recv(FRAME - len(said), socket.MSG_DONTWAIT)
+        except BlockingIOError:  # told of one that had the same number
+            return
         except OSError:
             some = b""
         said += some
@@ -353,7 +369,7 @@ class _Meeting:
 
 def _refuse(link: Link, why: str) -> None:
     with suppress(Dead, Late):
-        link.send(why.encode())
+        link.send(_MAGIC + why.encode())
     link.close()
 
 
@@ -372,44 +388,18 @@ def connect(
 ) -> Star:
     """Join rank 0's group, and wait until all have. GroupEnded if that takes longer than `start_s`, or rank 0 says
     why not. `processes`: as for `accept`."""
-    end = time.monotonic() + start_s
-    link = Link(_called(address, end, processes), deadline_s)
-    try:
-        link.send(_HELLO.pack(_MAGIC, settings, rank, ranks))
-        ready = {number for number, _ in _polled((link.fileno(), *processes), end - time.monotonic())}
-        if not ready:
-            raise GroupEnded(f"not all ranks have come to rank 0 at {shown(address)} within {start_s:g} s")
-        if link.fileno() not in ready:
-            raise GroupEnded(_ended_early(processes[ready.pop()]))
-        answer = link.receive()
-    except (Dead, Late):
-        link.close()
-        words = f"what answers at {shown(address)} is no rank 0 of kvarve, or it has ended: see what it has printed"
-        raise GroupEnded(words) from None
-    except GroupEnded:
-        link.close()
-        raise
-    if answer != WELCOME:
-        link.close()
-        raise GroupEnded(answer.decode(errors="replace"))
-    return Star(rank, ranks, {0: link}, deadline_s)
-
-
-def _called(address: Address, end: float, processes: Mapping[int, int]) -> socket.socket:
-    """A connection to rank 0, which may be started later than this rank."""
-    told = time.monotonic() + TELL_S
+    now = time.monotonic()
+    end, told = now + start_s, now + TELL_S
     while True:
-        link: socket.socket | None = None
         try:
-            family, where = _family(address)
-            link = socket.socket(family, socket.SOCK_STREAM)
-            link.settimeout(CALL_S)
-            link.connect(where)
-            return link
-        except OSError as e:
-            if link is not None:
+            link = Link(_called(address, min(CALL_S, max(0.05, end - now))), deadline_s)
+            try:
+                return _joined(link, address, rank, ranks, settings, deadline_s, end, processes)
+            except BaseException:
                 link.close()
-            now, why = time.monotonic(), e.strerror or str(e)
+                raise
+        except (OSError, UnicodeError) as e:  # it is not there yet, or has just ended and will be started again
+            now, why = time.monotonic(), getattr(e, "strerror", None) or str(e)
         if now > end:
             raise GroupEnded(f"rank 0 does not answer at {shown(address)}: {why}")
         if now >= told:
@@ -419,6 +409,52 @@ def _called(address: Address, end: float, processes: Mapping[int, int]) -> socke
             raise GroupEnded(_ended_early(processes[number]))
 
 
+def _joined(
+    link: Link,
+    address: Address,
+    rank: int,
+    ranks: int,
+    settings: bytes,
+    deadline_s: float,
+    end: float,
+    processes: Mapping[int, int],
+) -> Star:
+    """Say which rank this is, and wait until all have come. OSError if rank 0 hangs up without a word."""
+    try:
+        link.send(_HELLO.pack(_MAGIC, settings, rank, ranks))
+    except (Dead, Late):
+        raise ConnectionError("it has hung up") from None
+    ready = {number for number, _ in _polled((link.fileno(), *processes), end - time.monotonic())}
+    if not ready:
+        raise GroupEnded(f"rank 0 at {shown(address)} still waits for other ranks: it is too late")
+    if link.fileno() not in ready:
+        raise GroupEnded(_ended_early(processes[ready.pop()]))
+    if link.hung_up():
+        raise ConnectionError("it has hung up")
+    with suppress(Dead, Late):
+        answer = link.receive()
+        if answer == WELCOME:
+            return Star(rank, ranks, {0: link}, deadline_s)
+        if answer.startswith(_MAGIC):
+            raise GroupEnded(answer[len(_MAGIC) :].decode(errors="replace"))
+    raise GroupEnded(f"what answers at {shown(address)} is no rank 0 of kvarve: give --dist-init-addr of node 0")
+
+
+def _called(address: Address, timeout_s: float) -> socket.socket:
+    """A connection to rank 0, at the first of its host's addresses that answers. OSError: none does."""
+    failed: OSError | None = None
+    for family, where in _addresses(address):
+        link = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            link.settimeout(timeout_s)
+            link.connect(where)
+            return link
+        except OSError as e:
+            link.close()
+            failed = e
+    raise failed or ConnectionError("the host has no address")
+
+
 def _polled(numbers: Iterable[int], timeout_s: float) -> list[tuple[int, int]]:
     poll = select.poll()
     for number in numbers:
@@ -426,28 +462,32 @@ def _polled(numbers: Iterable[int], timeout_s: float) -> list[tuple[int, int]]:
     return poll.poll(max(0.0, timeout_s) * 1e3)
 
 
-def _family(address: Address) -> tuple[int, Any]:
-    """Of sockets for an address, and the address as these take it. OSError if the host's name is not known."""
+def _addresses(address: Address) -> list[tuple[int, Any]]:
+    """Families of sockets, and addresses as these take them. OSError, UnicodeError if the host's name is not known."""
     if isinstance(address, Path):
-        return socket.AF_UNIX, str(address)
-    family, _, _, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-    return family, where
+        return [(socket.AF_UNIX, str(address))]
+    return [(family, where) for family, _, _, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
 
 
-def _bound(address: Address) -> socket.socket:
-    bound: socket.socket | None = None
+def _bound(address: Address) -> list[socket.socket]:
+    """Sockets that listen at each of a host's addresses. ConfigError."""
+    found: list[socket.socket] = []
     try:
-        family, where = _family(address)
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        if not isinstance(address, Path):
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(where)
-        bound.listen(64)
-        return bound
-    except OSError as e:
-        if bound is not None:
-            bound.close()
-        raise ConfigError(f"ranks cannot meet at {shown(address)}: {e.strerror or e}; give another address") from None
+        for family, where in _addresses(address):
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            found.append(bound)
+            if family != socket.AF_UNIX:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:  # else it would take the port of the other kind as well
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(where)
+            bound.listen(64)
+        return found
+    except (OSError, UnicodeError) as e:
+        for each in found:
+            each.close()
+        why = getattr(e, "strerror", None) or e
+        raise ConfigError(f"ranks cannot meet at {shown(address)}: {why}; give another address") from None
 
 
 def shown(address: Address) -> str:

@@ -195,10 +195,11 @@ class Front:
                         await (self._tell_changes(each) if changes else self._catch_up(each))
                         answer = await self._http.send(call.to(each, self._http))
                 except httpx.TransportError as e:
+                    if changes:
+                        each.told = 0  # if it has not ended, but its connection
                     if not told and not isinstance(e, UNREACHED):  # the call may be what ends it
-                        raise Refused(502, f"replica {each.number} has ended; {_done(told)}") from None
+                        raise Refused(502, f"replica {each.number} has ended, perhaps of this; {_done(told)}") from None
                     absent.append(each.number)
-                    each.told = 0  # if it has not ended, but its connection
                     continue
                 except TimeoutError:
                     why = f"replica {each.number} has not answered within {TELL_S:.0f} s; {_done(told)}"
@@ -229,8 +230,12 @@ class Front:
     async def _catch_up(self, each: Replica) -> None:
         """Before it is asked anything, a replica that was started again has the storage of the others."""
         if each.told < each.starts:
-            async with self._changing:
-                await self._tell_changes(each)
+            # Also if this client leaves: what has been sent in part is made all the same.
+            await asyncio.shield(asyncio.ensure_future(self._caught_up(each)))
+
+    async def _caught_up(self, each: Replica) -> None:
+        async with self._changing:
+            await self._tell_changes(each)
 
     async def forward(self, http: Http) -> Response:
         async with self._bodies.read(http) as body:

@@ -98,7 +98,7 @@ class Server:
             if settings.cache.storages:
                 starting.begins("opening storage", ", then ".join(map(shown, settings.cache.storages)))
             self.engine = _engine(settings, model, ranks)
-            undo.callback(self.engine.cache.shutdown)
+            undo.callback(self.engine.cache.shutdown, store=False)  # nothing is; other ranks take no turns yet
             self.kv_events = _kv_events(settings, model)
             if self.kv_events is not None:
                 undo.callback(self.kv_events.close)
@@ -396,7 +396,12 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nothing here is read again
                 say(f"kvarve computes ranks of {settings.tp} for {settings.dist_init_addr}")
                 following.set()
-                follow(settings, place, serving.set)
+
+                def joined() -> None:
+                    serving.set()
+                    tell(f"READY=1\nSTATUS=computing ranks of {settings.tp} for {settings.dist_init_addr}")
+
+                follow(settings, place, joined)
                 return
             settings = replace(settings, device=device_of(settings.device, place))
             ranks = Ranks(place, place.meet(settings.alike, listener), settings.device)
