@@ -254,6 +254,26 @@ def test_ranks_meet_at_addresses_of_either_kind(host: str) -> None:
     meeting.close()
 
 
+def test_a_name_may_have_addresses_that_no_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of IPv6 on a machine without it."""
+    known, stream = socket.getaddrinfo, socket.SOCK_STREAM
+
+    def resolved(host: str, port: int, **kwargs: int) -> list[object]:
+        assert host == "node-0"
+        return [*known("2001:db8::1", port, type=stream), *known("127.0.0.1", port, type=stream)]
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    meeting = Meeting(("node-0", port), 2)
+    all_join(meeting.rank_0(), meeting.rank(1))
+    meeting.close()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known("2001:db8::1", port, type=stream))
+    with pytest.raises(ConfigError, match="ranks cannot meet at node-0"):
+        Listener([("node-0", port)])
+
+
 def test_an_address_that_is_taken_is_one_clear_error(three: Meeting) -> None:
     with pytest.raises(ConfigError, match="ranks cannot meet at"):
         Listener([three.address])

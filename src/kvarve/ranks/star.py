@@ -3,6 +3,7 @@
 Unix sockets within a node, TCP between nodes. Every wait has a deadline.
 """
 
+import errno
 import hashlib
 import logging
 import select
@@ -444,13 +445,15 @@ def _called(address: Address, timeout_s: float) -> socket.socket:
     """A connection to rank 0, at the first of its host's addresses that answers. OSError: none does."""
     failed: OSError | None = None
     for family, where in _addresses(address):
-        link = socket.socket(family, socket.SOCK_STREAM)
+        link: socket.socket | None = None
         try:
+            link = socket.socket(family, socket.SOCK_STREAM)  # which fails where there is no IPv6
             link.settimeout(timeout_s)
             link.connect(where)
             return link
         except OSError as e:
-            link.close()
+            if link is not None:
+                link.close()
             failed = e
     raise failed or ConnectionError("the host has no address")
 
@@ -470,24 +473,40 @@ def _addresses(address: Address) -> list[tuple[int, Any]]:
 
 
 def _bound(address: Address) -> list[socket.socket]:
-    """Sockets that listen at each of a host's addresses. ConfigError."""
+    """Sockets that listen at the addresses of a host that this machine has. ConfigError: none, or one is taken."""
     found: list[socket.socket] = []
+    failed: Exception = ConnectionError("the host has no address")
     try:
         for family, where in _addresses(address):
-            bound = socket.socket(family, socket.SOCK_STREAM)
-            found.append(bound)
-            if family != socket.AF_UNIX:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:  # else it would take the port of the other kind as well
-                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            bound.bind(where)
-            bound.listen(64)
+            try:
+                found.append(_listening(family, where))
+            except OSError as e:  # a name may have an address of IPv6 where there is none, or one of another machine
+                failed = e
+                if e.errno == errno.EADDRINUSE:
+                    raise
+        if not found:
+            raise failed
         return found
     except (OSError, UnicodeError) as e:
         for each in found:
             each.close()
         why = getattr(e, "strerror", None) or e
         raise ConfigError(f"ranks cannot meet at {shown(address)}: {why}; give another address") from None
+
+
+def _listening(family: int, where: Any) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family != socket.AF_UNIX:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # else it would take the port of the other kind as well
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(where)
+        bound.listen(64)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def shown(address: Address) -> str:
