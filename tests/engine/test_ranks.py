@@ -75,7 +75,7 @@ def test_a_rank_whose_device_waits_for_one_that_is_gone_ends_and_names_it(gone: 
 
 
 @DEVICES
-@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_ranks_whose_devices_wait_for_one_that_is_stopped_end_and_name_it(
     stopped: int, device: tuple[str, ...]
 ) -> None:
@@ -113,6 +113,7 @@ def test_the_watch_ends_no_ranks_that_are_paused_as_a_whole() -> None:
     assert [code for _, code in ended] == [0, 0], ended
 
 
+@pytest.mark.long
 def test_a_rank_whose_messages_are_read_by_no_process_ends_all_the_same() -> None:
     full, end = os.pipe()
     os.set_blocking(end, False)

@@ -226,6 +226,7 @@ def is_started_again(client: httpx.Client, number: int, starts: int) -> bool:
     return bool(now["starts"] == starts + 1 and now["up"])
 
 
+@pytest.mark.long
 def test_a_replica_whose_engine_has_stopped_is_started_again_and_its_requests_go_to_the_other(
     client: httpx.Client, folder: Path
 ) -> None:
