@@ -188,6 +188,28 @@ def test_a_call_to_all_that_hangs_at_one_keeps_no_other_that_was_started_again_f
     played(play, tmp_path, monkeypatch)
 
 
+def test_a_change_that_a_replica_is_told_is_told_once_if_the_client_leaves_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        first, other = places
+        assert (await client.put("/admin/storage", json={"storage": "file:///a"})).status_code == 200
+        await other.stop()
+        await other.start()
+        other.asked.clear()
+        other.hangs, first.replica.up = asyncio.Event(), False
+        asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+        await until(lambda: other.asked)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        other.hangs.set()
+        await client.post("/v1/completions", json={"prompt": "y"})
+        assert [each.split(" ")[0] for each in other.asked] == ["PUT", "POST"]
+
+    played(play, tmp_path, monkeypatch)
+
+
 def test_health_is_answered_at_once_while_no_replica_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(places: list[Served], client: httpx.AsyncClient) -> None:
         for place in places:

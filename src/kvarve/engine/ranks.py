@@ -39,11 +39,7 @@ END_S = 10.0  # for the other ranks' processes to end by themselves
 FAILED_S = 2.0  # the same after a failure, to say what they know of it
 WATCH_S = 0.1  # between two looks of a watch
 _DIES_WITH_PARENT = 1  # prctl
-_OF_THE_FIRST = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-)  # signals that rank 0's process handles for all of its node
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which the first process of a node handles for all
 Data = TypeVar("Data")
 
 
@@ -102,7 +98,6 @@ class Ranks:
         except (RuntimeError, ValueError) as e:
             raise GroupEnded(self.group.fail(f"the model's ranks do not meet: {e}")) from e
         self._computes = False  # together with all ranks; changed with `_lock` held
-        self._sums = 0  # so far
         self._begun = 0  # blocks of `computing` and sums, so far
         self._summed = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._summing = False  # a sum is being begun
@@ -199,11 +194,11 @@ class Ranks:
 
     def assemble(self) -> None:
         """Wait for all ranks, which read their weights or open their storage each in its own time. GroupEnded if one
-        does not come, or has computed other sums so far: none would be added up with its own any more."""
+        does not come, or has computed more or less so far: its sums would be added up with later ones of the others."""
         self.group.assemble(START_S)
-        if len({*(sums := self.of_all(self._sums))}) > 1:
-            told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(sums))
-            raise GroupEnded(self.group.fail(f"the ranks have not computed alike (sums by rank: {told})"))
+        if len({*(begun := self.of_all(self._begun))}) > 1:
+            told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(begun))
+            raise GroupEnded(self.group.fail(f"the ranks have not computed alike (what each has begun: {told})"))
 
     def meet(self) -> None:
         """Wait for all ranks, while none computes. GroupEnded if one does not come in time."""
@@ -229,7 +224,6 @@ class Ranks:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
         self._summing = True  # this call waits for the others where it is the first, or the device's queue is full
         self._begun += 1
-        self._sums += 1
         with self._in_time():
             dist.all_reduce(tensor)
         if self._summed is not None:
@@ -363,7 +357,7 @@ def _signals_held() -> Iterator[None]:
     """Processes that are started within are not ended by signals before they ignore them. Those that come meanwhile
     are this process's afterwards."""
     resource_tracker.ensure_running()  # which lets signals through again when it has been started
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_FIRST)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
@@ -377,9 +371,9 @@ def _work(work: Work, options: Any, place: Place, parent: int) -> None:
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before that
         os._exit(1)
-    for each in _OF_THE_FIRST:
+    for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_FIRST)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     try:
         work(options, place)
     except KvarveError as e:  # told to rank 0, which says so

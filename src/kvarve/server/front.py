@@ -93,6 +93,7 @@ class Front:
         self._router = PrefixRouter(len(replicas.all))
         self._changes: list[_Call] = []  # of the storage, which every replica has made
         self._changing = asyncio.Lock()
+        self._catching_up = set[asyncio.Task[None]]()  # the event loop alone would let them vanish
         self._scrape = Shared(self._scraped)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(
@@ -230,8 +231,11 @@ class Front:
     async def _catch_up(self, each: Replica) -> None:
         """Before it is asked anything, a replica that was started again has the storage of the others."""
         if each.told < each.starts:
-            # Also if this client leaves: what has been sent in part is made all the same.
-            await asyncio.shield(asyncio.ensure_future(self._caught_up(each)))
+            # It goes on if this client leaves: the replica makes a change of which it has a part all the same.
+            task = asyncio.ensure_future(self._caught_up(each))
+            self._catching_up.add(task)
+            task.add_done_callback(self._catching_up.discard)
+            await asyncio.shield(task)
 
     async def _caught_up(self, each: Replica) -> None:
         async with self._changing:

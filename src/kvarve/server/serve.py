@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType, TracebackType
 from typing import Any, cast
 
@@ -35,6 +34,7 @@ from kvarve.engine.model import (
 )
 from kvarve.engine.ranks import Place, Ranks, check_ranks, device_of, started, threads_of
 from kvarve.errors import Broken, ConfigError, StorageError
+from kvarve.leftovers import temporary_folder
 from kvarve.memory.heap import bound_heaps, spare_from_collection
 from kvarve.memory.seals import seal_of
 from kvarve.metrics import parse_compat
@@ -424,7 +424,7 @@ def _replicas(settings: Settings, edge: Edge) -> Iterator[str]:
     with ExitStack() as ends:
         listener = ends.enter_context(bind(settings.host, settings.port))
         url = _url(listener, settings.tls_cert is not None)
-        replicas = Replicas(settings, Path(ends.enter_context(TemporaryDirectory(prefix="kvarve-replicas-"))))
+        replicas = Replicas(settings, ends.enter_context(temporary_folder("kvarve-replicas-")))
         ends.callback(replicas.stop)
         replicas.start()
         around = edge.around(listener.getsockname()[0])

@@ -6,7 +6,6 @@ compares all logits bit for bit; then it damages pages of every pool on purpose.
 
 import logging
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from kvarve.config import room_for
 from kvarve.engine.model import LoadedModel, check_device, check_model, load_model, quiet_libraries
 from kvarve.engine.ranks import Place, Ranks, device_of, started, threads_of
 from kvarve.errors import ConfigError
+from kvarve.leftovers import temporary_folder
 from kvarve.ranks.star import Listener
 from kvarve.reports import check_file, is_stdout, write_json
 from kvarve.sizes import format_size
@@ -65,8 +65,8 @@ def main(options: Verify) -> int:
     check_device(options.device)
     quiet_libraries()
     check_model(options.model, **_shape(options))
-    with tempfile.TemporaryDirectory(prefix="kvarve-verify-") as folder:
-        task = Task(options, folder, f"verify {secrets.token_hex(8)}")
+    with temporary_folder("kvarve-verify-") as folder:
+        task = Task(options, str(folder), f"verify {secrets.token_hex(8)}")
         report = prove(task, _load(options), console) if options.tp == 1 else _prove_among(task, console)
     report.seconds = time.perf_counter() - start
     for table in report.tables():

@@ -32,9 +32,8 @@ class DividedWorld(World):
         return together
 
     def _heard(self, events: Sequence[Event]) -> Sequence[Event]:
-        ranks = range(len(self._groups))
         unique = {(type(event), event.op): event for event in events}
-        told = [self._own.pop(what, [event] * len(ranks)) for what, event in unique.items()]
+        told = [self._own.pop(what, [event] * len(self._groups)) for what, event in unique.items()]
         # Now and then rank 0 waits for no report.
         waiting = bool(told) or self._dice[0].random() < 0.5
 
