@@ -3,18 +3,28 @@
     one_waiting.py NODE NODES ADDRESS ODD END [GPU]
 
 It says `ready` when all are about to compute. END: what the rank ODD does. It `waits` for ever, as the others do (on a
-GPU these wait for it within a sum), `fails`, or `lags`: it computes for a moment after the others have left. Or what
-all do: they `work` for some seconds, or `compile` before their sum, for longer than the deadline.
+GPU these wait for it within a sum), `fails`, or `lags`: it computes for a moment after the others have left. Or it
+`leaves` a sum: it fails, and waits for its device when it gives back its memory. Or what all do: they `work` for some
+seconds, or `compile` before their sum, for longer than the deadline.
 """
 
 import sys
 import time
+from contextlib import suppress
 
 import torch
 
 from kvarve.engine.ranks import Ranks, started
 
 DEADLINE_S = 5.0
+
+
+class Left:
+    """The event of a sum that is never made, as the other ranks have ended."""
+
+    def query(self) -> bool:
+        return False
+
 
 if __name__ == "__main__":
     node, nodes, address, odd, end = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
@@ -29,6 +39,12 @@ if __name__ == "__main__":
             print("ready", flush=True)
             if node == odd and end == "fails":
                 raise RuntimeError("no memory is left on its device")
+            if node == odd and end == "leaves":
+                ranks._summed = Left()  # type: ignore[assignment]
+                with suppress(RuntimeError), ranks.computing():
+                    raise RuntimeError("no memory is left on its device")
+                ranks.group.fail("no memory is left on its device")
+                time.sleep(600)
             with ranks.computing():
                 if end == "work":
                     for _ in range(30):

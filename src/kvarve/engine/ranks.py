@@ -126,9 +126,9 @@ class Ranks:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         finally:
-            self._waits_no_more()
+            self._computes_no_more()
 
-    def _waits_no_more(self) -> None:
+    def _computes_no_more(self) -> None:
         """From here on the calling thread finds by itself which rank is gone, if the watch does not end the process."""
         with self._lock:
             self._computes = False
@@ -141,16 +141,22 @@ class Ranks:
                 if gone and self._computes:
                     self._exit("it waits for one that is gone", gone)
                 # Counted in looks: a group that is paused as a whole (a debugger, a frozen container) is not late.
-                looks = looks + 1 if self._computes and self._begun == begun and self._waits() else 0
+                # A sum left when the group has ended is never made, and what the device has could not be given back.
+                left = self.group.ended
+                looks = looks + 1 if (self._computes or left) and self._begun == begun and self._waits() else 0
                 begun = self._begun
-                if looks * WATCH_S > deadline_s:
+                if looks * WATCH_S > (FAILED_S if left else deadline_s):
                     self._exit(f"no sum came in {deadline_s:g} s, though all ranks answer: a device hangs, or is slow")
             if gone:
                 self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
 
     def _waits(self) -> bool:
         """Whether a sum has been begun and not been made. Between two sums kernels may be compiled, for minutes."""
-        return self._summing or self._summed is None or not self._summed.query()  # type: ignore[no-untyped-call]
+        if self._summing or self._summed is None:
+            return self._summing or self._computes
+        with suppress(RuntimeError):  # the device has failed, which the thread that computes is told as well
+            return not self._summed.query()  # type: ignore[no-untyped-call]
+        return False
 
     def _exit(self, why: str, gone: Collection[int] = ()) -> NoReturn:
         """End the process in any case, as its other threads cannot."""
@@ -178,12 +184,12 @@ class Ranks:
             self.close()
 
     def close(self) -> None:
-        self._closing.set()
-        if self._watch is not None:
-            self._watch.join()
         self.group.close()
         with suppress(RuntimeError, AssertionError):
             dist.destroy_process_group()
+        self._closing.set()  # not before: what is given back waits for the device
+        if self._watch is not None:
+            self._watch.join()
 
     def again(self) -> Group:
         """A group for another cache, when the last one is not used any more."""
@@ -224,18 +230,20 @@ class Ranks:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
         self._summing = True  # this call waits for the others where it is the first, or the device's queue is full
         self._begun += 1
-        with self._in_time():
-            dist.all_reduce(tensor)
-        if self._summed is not None:
-            self._summed.record()
-        self._summing = False
+        try:
+            with self._in_time():
+                dist.all_reduce(tensor)
+            if self._summed is not None:
+                self._summed.record()
+        finally:
+            self._summing = False
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as e:
-            self._waits_no_more()
+            self._computes_no_more()
             raise GroupEnded(self.group.fail(f"what all ranks do together failed: {e}", stuck=True)) from e
 
     def identity(self, mine: ModelIdentity, weights: str = "") -> ModelIdentity:

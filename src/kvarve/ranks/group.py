@@ -86,6 +86,11 @@ class Group:
         for link in self._star.links.values():
             link.wait_at_most(deadline_s)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has: by a rank's fault, or closed."""
+        return bool(self._ended)
+
     def note(self, decided: bytes) -> None:
         """Something that this rank has decided: all ranks have to note the same, in the same order."""
         self._digest = zlib.crc32(decided, self._digest)
