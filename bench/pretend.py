@@ -39,9 +39,8 @@ PROMPT_BYTES = PAGES * KV.payload_bytes + STATE.payload_bytes
 
 
 def until(cache: PrefixCache, done: Callable[[], bool]) -> None:
-    """Step until a condition holds."""
+    """Wait and step, as an engine without other work does, until a condition holds."""
     end = time.monotonic() + PATIENCE_S
-    cache.step()
     while not done():
         assert time.monotonic() < end, f"nothing has happened for {PATIENCE_S:.0f} s"
         cache.wait(0.05)
