@@ -4,8 +4,8 @@
 
 It says `ready` when all are about to compute. END: what the rank ODD does. It `waits` for ever, as the others do (on a
 GPU these wait for it within a sum), `fails`, or `lags`: it computes for a moment after the others have left. Or it
-`leaves` a sum: it fails, and waits for its device when it gives back its memory. Or what all do: they `work` for some
-seconds, or `compile` before their sum, for longer than the deadline.
+fails and `leaves` a sum, for which it waits when it gives back its device's memory, or `closes` in vain what nccl has.
+Or what all do: they `work` for some seconds, or `compile` before their sum, for longer than the deadline.
 """
 
 import sys
@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 import torch
+import torch.distributed as dist
 
 from kvarve.engine.ranks import Ranks, started
 
@@ -20,10 +21,13 @@ DEADLINE_S = 5.0
 
 
 class Left:
-    """The event of a sum that is never made, as the other ranks have ended."""
+    """The event of a device's last sum."""
+
+    def __init__(self, made: bool = False) -> None:
+        self.made = made
 
     def query(self) -> bool:
-        return False
+        return self.made
 
 
 if __name__ == "__main__":
@@ -43,8 +47,12 @@ if __name__ == "__main__":
                 ranks._summed = Left()  # type: ignore[assignment]
                 with suppress(RuntimeError), ranks.computing():
                     raise RuntimeError("no memory is left on its device")
-                ranks.group.fail("no memory is left on its device")
+                ranks.group.fail("RuntimeError: no memory is left on its device")
                 time.sleep(600)
+            if node == odd and end == "closes":
+                ranks._summed = Left(made=True)  # type: ignore[assignment]
+                dist.destroy_process_group = lambda: time.sleep(600)
+                raise RuntimeError("no memory is left on its device")
             with ranks.computing():
                 if end == "work":
                     for _ in range(30):

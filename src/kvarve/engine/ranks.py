@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,7 +37,7 @@ from kvarve.ranks.star import START_S, GroupEnded, Listener, Star, alike, connec
 DEADLINE_S = 30.0  # for a rank that the others wait for
 LEAVE_S = 40.0  # for all ranks to finish their backups at the end, where a GPU computes
 END_S = 10.0  # for the other ranks' processes to end by themselves
-FAILED_S = 2.0  # the same after a failure, to say what they know of it
+FAILED_S = 2.0  # the same after a failure, to say what they know of it; and for a device to make its last sums
 WATCH_S = 0.1  # between two looks of a watch
 _DIES_WITH_PARENT = 1  # prctl
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which the first process of a node handles for all
@@ -112,8 +113,9 @@ class Ranks:
     def computing(self) -> Iterator[None]:
         """Around what all ranks compute together. On a GPU it has been computed when the block ends.
 
-        A device that waits for a rank that is gone or stopped waits for ever. A watch ends the process then, and names
-        that rank: at once if it is gone, after the deadline if it is stopped.
+        A device that waits for a rank that is gone or stopped waits for ever, and no memory of it can be given back. A
+        watch ends the process then, and names that rank: at once if it is gone, after the deadline if it is stopped. If
+        the block fails, the group ends and a sum is left, it does so after `FAILED_S`.
         """
         if self._watch is None:
             yield
@@ -134,38 +136,45 @@ class Ranks:
             self._computes = False
 
     def _look_for_the_gone(self) -> None:
-        deadline_s, looks, begun = self._star.deadline_s, 0, 0
+        if self._device.type == "cuda" and self._device.index is not None:
+            torch.cuda.set_device(self._device)  # of this thread; else asking its event would make memory on the first
+        looks, seen = 0, (0, False)
+        ended: Group | None = None  # the first that has
         while not self._closing.is_set():
             gone = self._star.gone(WATCH_S)
             with self._lock:
                 if gone and self._computes:
-                    self._exit("it waits for one that is gone", gone)
+                    self._exit(partial(self.group.fail, "it waits for one that is gone", stuck=True, gone=gone))
+                ended = ended or (self.group if self.group.ended else None)
+                left = ended is not None and not self._computes  # what is begun now, another rank may never begin
                 # Counted in looks: a group that is paused as a whole (a debugger, a frozen container) is not late.
-                # A sum left when the group has ended is never made, and what the device has could not be given back.
-                left = self.group.ended
-                looks = looks + 1 if (self._computes or left) and self._begun == begun and self._waits() else 0
-                begun = self._begun
-                if looks * WATCH_S > (FAILED_S if left else deadline_s):
-                    self._exit(f"no sum came in {deadline_s:g} s, though all ranks answer: a device hangs, or is slow")
+                same, seen = seen == (self._begun, left), (self._begun, left)
+                looks = looks + 1 if (self._computes or left) and same and self._waits() else 0
+                if ended is not None and left and looks * WATCH_S > FAILED_S:
+                    self._exit(partial(ended.fail, ""))
+                if looks * WATCH_S > self._star.deadline_s:
+                    why = f"no sum came in {self._star.deadline_s:g} s, though all ranks answer"
+                    self._exit(partial(self.group.fail, f"{why}: a device hangs, or is slow", stuck=True))
             if gone:
                 self._closing.wait(WATCH_S)  # the thread that computes hears of it in its next turn
 
     def _waits(self) -> bool:
         """Whether a sum has been begun and not been made. Between two sums kernels may be compiled, for minutes."""
-        if self._summing or self._summed is None:
-            return self._summing or self._computes
-        with suppress(RuntimeError):  # the device has failed, which the thread that computes is told as well
+        if self._summed is None:
+            return self._computes
+        if self._summing:
+            return True
+        with suppress(RuntimeError):  # the device has failed, which whoever uses it next is told
             return not self._summed.query()  # type: ignore[no-untyped-call]
         return False
 
-    def _exit(self, why: str, gone: Collection[int] = ()) -> NoReturn:
+    def _exit(self, verdict: Callable[[], str]) -> NoReturn:
         """End the process in any case, as its other threads cannot."""
         try:
             at_last = threading.Timer(self._star.deadline_s * ALL, os._exit, (2,))  # if stderr is read by no process
             at_last.daemon = True
             at_last.start()
-            said = self.group.fail(why, stuck=True, gone=gone)
-            print(f"kvarve: rank {self.rank} ends: {said}", file=sys.stderr, flush=True)
+            print(f"kvarve: rank {self.rank} ends: {verdict()}", file=sys.stderr, flush=True)
         finally:
             os._exit(2)
 
@@ -184,10 +193,16 @@ class Ranks:
             self.close()
 
     def close(self) -> None:
+        self._summing = failed = self.group.ended  # what is closed may wait for ranks that do not come
+        if not failed:
+            self._end_watch()
         self.group.close()
         with suppress(RuntimeError, AssertionError):
             dist.destroy_process_group()
-        self._closing.set()  # not before: what is given back waits for the device
+        self._end_watch()
+
+    def _end_watch(self) -> None:
+        self._closing.set()
         if self._watch is not None:
             self._watch.join()
 
@@ -228,15 +243,17 @@ class Ranks:
 
     def add_up(self, tensor: Tensor) -> None:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
-        self._summing = True  # this call waits for the others where it is the first, or the device's queue is full
-        self._begun += 1
-        try:
-            with self._in_time():
+        with self._in_time():
+            try:
+                self._summing = (
+                    True  # the call waits for the others where it is the first, or the device's queue is full
+                )
+                self._begun += 1
                 dist.all_reduce(tensor)
-            if self._summed is not None:
-                self._summed.record()
-        finally:
-            self._summing = False
+                if self._summed is not None:
+                    self._summed.record(torch.cuda.current_stream(self._device))
+            finally:
+                self._summing = False
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
