@@ -138,20 +138,21 @@ class Ranks:
     def _look_for_the_gone(self) -> None:
         if self._device.type == "cuda" and self._device.index is not None:
             torch.cuda.set_device(self._device)  # of this thread; else asking its event would make memory on the first
-        looks, seen = 0, (0, False)
-        ended: Group | None = None  # the first that has
+        looks, ended = 0, None
+        seen: tuple[int, Group | None] = 0, None
         while not self._closing.is_set():
             gone = self._star.gone(WATCH_S)
             with self._lock:
                 if gone and self._computes:
                     self._exit(partial(self.group.fail, "it waits for one that is gone", stuck=True, gone=gone))
-                ended = ended or (self.group if self.group.ended else None)
-                left = ended is not None and not self._computes  # what is begun now, another rank may never begin
+                if ended is None and self.group.ended:
+                    ended = self.group
+                left = None if self._computes else ended  # of which a sum may be left that is never made
                 # Counted in looks: a group that is paused as a whole (a debugger, a frozen container) is not late.
                 same, seen = seen == (self._begun, left), (self._begun, left)
                 looks = looks + 1 if (self._computes or left) and same and self._waits() else 0
-                if ended is not None and left and looks * WATCH_S > FAILED_S:
-                    self._exit(partial(ended.fail, ""))
+                if left and looks * WATCH_S > FAILED_S:
+                    self._exit(partial(left.fail, ""))
                 if looks * WATCH_S > self._star.deadline_s:
                     why = f"no sum came in {self._star.deadline_s:g} s, though all ranks answer"
                     self._exit(partial(self.group.fail, f"{why}: a device hangs, or is slow", stuck=True))
@@ -245,9 +246,8 @@ class Ranks:
         """Add a tensor up over all ranks, in place. GroupEnded if one does not take part in time."""
         with self._in_time():
             try:
-                self._summing = (
-                    True  # the call waits for the others where it is the first, or the device's queue is full
-                )
+                # The call waits for the others where it is the first, or the device's queue is full.
+                self._summing = True
                 self._begun += 1
                 dist.all_reduce(tensor)
                 if self._summed is not None:
