@@ -22,16 +22,16 @@ def probes(world: World) -> list[int]:
     return [op for op, each in world.flying.items() if isinstance(each, Probe)]
 
 
-def test_a_fetch_becomes_urgent_when_its_request_is_claimed() -> None:
+def test_a_fetch_becomes_urgent_when_a_request_that_waits_for_it_is_claimed() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     stored(world)
     lease, other = (world.open(prompt(4), patience=PATIENT) for _ in range(2))
     world.step([world.end(op) for op in probes(world)])
-    both = fetches(world)
-    assert len(both) == 2 and not world.urgent
+    (fetch,) = fetches(world)
+    assert not world.urgent
     world.claim(other)
     world.claim(other)
-    assert world.urgent == {both[1]}
+    assert world.urgent == {fetch}
     world.settle()
     world.close(lease)
     world.close(other)

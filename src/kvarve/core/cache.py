@@ -200,10 +200,9 @@ class Core(Growing):
             if slots:
                 self.slot_pools.give_back(pool, [*slots.values()], lease.root)
                 slots.clear()
-        if lease.phase is Phase.FETCHING:
-            self.prefetch.land(lease)
-        self.prefetch.release(lease)
         lease.ops.clear()  # copies still in flight for it end without a lease
+        self.prefetch.land(lease)
+        self.prefetch.release(lease)
         self.paths.hold(lease, lease.run, 0, 0)
         lease.move(Cause.CLOSE)
         del self.leases[lease.number]
@@ -270,11 +269,11 @@ class Core(Growing):
         self.backups.reset(down)
         if self.slot_pools.residency is not None and not down:
             self.slot_pools.residency.tell_all()
-        for op in self.copies.ops.values():
+        for number, op in self.copies.ops.items():
             if op.edge == STORE:
                 self.backups.void(op, gone=not down)
             elif op.edge == FETCH:
-                self.prefetch.void(op, gone=not down)
+                self.prefetch.void(number, op, gone=not down)
             op.void = op.void or Tier.STORAGE in op.edge
             op.counts = op.counts and (down or not op.void)
         for lease in self.leases.values():
@@ -328,8 +327,10 @@ class Core(Growing):
 
     def _began(self, event: Began) -> Op | None:
         op = self.copies.ops.get(event.op)
-        if op is not None and op.lease is not None and event.op in op.lease.ops and op.edge in (PROBE, FETCH):
-            self.prefetch.began(op.lease)
+        if op is not None and op.edge in (PROBE, FETCH):
+            op.begun_s = min(op.begun_s, self.now)
+            for lease in op.waiting(event.op):
+                self.prefetch.began(lease)
         return op
 
     def _ends_no_store(self, event: Event) -> bool:
@@ -341,26 +342,25 @@ class Core(Growing):
         if op is None:
             self.counters.strays += 1
             return None
-        lease = op.lease
-        waited = lease is not None and end.op in lease.ops
-        if lease is not None:
+        waiting = op.waiting(end.op)
+        for lease in waiting:
             lease.ops.discard(end.op)
-            if waited and op.edge in (PROBE, FETCH):
+            if op.edge in (PROBE, FETCH):
                 self.prefetch.began(lease)  # at the latest
         outcomes = op.outcomes(end)
         if op.edge == PROBE:
-            if lease is not None and waited and self.prefetch.answered(lease, outcomes):
-                self._fetch(lease)
+            for lease in waiting:
+                if self.prefetch.answered(lease, outcomes):
+                    self._fetch(lease)
         elif op.edge == FETCH:
-            assert lease is not None
-            self.prefetch.arrived(op, outcomes, waited)
-            if waited and not lease.ops:
-                self.prefetch.land(lease)
-                self._fetch(lease)  # if pages were lost, a shallower boundary may still be fetched
+            self.prefetch.arrived(end.op, op, outcomes, waiting)
+            for lease in waiting:
+                if not lease.ops:
+                    self._fetch(lease)  # if pages were lost, a shallower boundary may still be fetched
         elif op.edge == LOAD:
             if op.verified is None:
                 self._loaded(op, outcomes)
-                self._waited(op, waited, outcomes)
+                self._waited(op, bool(waiting), outcomes)
             else:
                 self._copied(op, end)
         else:

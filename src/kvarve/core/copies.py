@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain, pairwise, repeat
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvarve.boundaries import deepest, members, numbered, ones, span, union
@@ -89,6 +90,8 @@ class Op:
     leaving: bool = False  # an eviction that waits for its copy
     onward: bool = False  # a copy to the host of pages that go on to storage
     void: bool = False  # its storage has been detached, or was down
+    begun_s: float = inf  # when a worker began it
+    joined: list[Lease] = field(default_factory=list)  # of a fetch: other leases that need pages of it too
     counts: bool = True  # towards the share of the host; not once its storage has been detached
 
     @property
@@ -99,9 +102,17 @@ class Op:
         """The positions of its pages of a pool."""
         return next((part.positions for part in self.parts if part.pool == pool), 0)
 
+    def waiting(self, number: int) -> list[Lease]:
+        """The leases that wait for it, which has this number."""
+        return [lease for lease in (self.lease, *self.joined) if lease is not None and number in lease.ops]
+
     def owned(self, part: Part) -> int:
         """The positions of a part whose target slots it still owns."""
         return part.positions & ~self.given.get(part.pool, 0)
+
+    def keys(self, part: Part) -> list[bytes]:
+        """The keys of a part's pages, of a lease's prompt."""
+        return [self.named[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in members(part.positions)]
 
     def pages(self) -> Iterator[Moving]:
         """One by one, in the order in which the effect has them."""
@@ -178,10 +189,7 @@ class Copies:
 
     def _pages(self, op: Op, part: Part) -> Iterator[Page]:
         """The pages of a part, as an effect has them."""
-        if op.run is not None:
-            keys = keys_of(op.run, part.positions)
-        else:
-            keys = [op.named[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in members(part.positions)]
+        keys = op.keys(part) if op.run is None else keys_of(op.run, part.positions)
         assert len(keys) == len(part.sources) == len(part.targets), "a slot at both ends for each page"
         return map(Page, repeat(part.pool), keys, part.sources, part.targets)
 

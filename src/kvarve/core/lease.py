@@ -93,6 +93,7 @@ class Lease:
         "grown",
         "heads",
         "held",
+        "joined",
         "known",
         "landed",
         "latest",
@@ -187,10 +188,11 @@ class Lease:
         self.probed = none  # positions that storage said it has
         self.told = 0  # positions of which storage said whether it has them
         self.asked = none  # positions of which a copy to the host or the device was begun, and has not come
+        self.joined = none  # positions that another lease's fetch was to bring
         self.bad = [0] * pools  # positions of which a page failed its check
         self.landed: list[dict[int, int]] = [{} for _ in range(pools)]  # host slots filled from storage, by position
         self.lent = [0] * pools  # how many of the landed pages count towards the share of the host
-        self.fetched = none  # positions that came from storage
+        self.fetched = [0] * pools  # positions that came from storage
         self.loaded = 0  # positions with a page loaded from the host
         self.found = none  # pages on the device when it became ready
         self.memory = none  # the same in any memory tier

@@ -206,6 +206,15 @@ class Paths:
 
     # --- adding pages to the tree
 
+    def chain_end(self, lease: Lease, pages: Sequence[dict[int, int]]) -> int:
+        """How far every chain would reach without a gap if the tree got these pages of a lease."""
+        return self._chain_end(self.find(lease.root, lease.tokens)[2], [_positions(slots) for slots in pages])
+
+    def _chain_end(self, known: int, given: Sequence[int]) -> int:
+        if chains := self.slot_pools.chains:
+            return known + min([boundaries.leading(given[pool] >> known) for pool in chains])
+        return max([known, *[bits.bit_length() for bits in given]])
+
     def insert(
         self, lease: Lease, tier: Tier, pages: Sequence[dict[int, int]], stored: bool = False
     ) -> tuple[Run, int]:
@@ -217,11 +226,7 @@ class Paths:
         """
         tail, _, known = self.find(lease.root, lease.tokens)
         given = [_positions(slots) for slots in pages]
-        chains = self.slot_pools.chains
-        if chains:
-            end = known + min([boundaries.leading(given[pool] >> known) for pool in chains])
-        else:
-            end = max([known, *[bits.bit_length() for bits in given]])
+        end = self._chain_end(known, given)
         if end > known:
             tail = self._lengthen(tail, known, end, lease)
             if self._state.hot is not None:

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from kvarve.boundaries import chosen, deepest, members, needed, of, ones, span
-from kvarve.core.copies import FETCH, PROBE, Op, Part, PartOutcome, batches, note_bad
+from kvarve.core.copies import FETCH, PROBE, Op, Part, PartOutcome, batches
 from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.tree import NOWHERE, upward, walk
 from kvarve.keys import KEY_BYTES
@@ -31,6 +31,8 @@ class Prefetch:
         self.slot_pools = state.slot_pools
         self.pools = self.paths.pools
         self.held = [0] * len(self.pools)  # host slots by pool that waiting requests hold
+        self.flying: list[dict[bytes, int]] = [{} for _ in self.pools]  # by pool and key: the fetch that brings a page
+        self.landing: dict[int, Lease] = {}  # by number, leases with landed pages that are not in the tree yet
         self.deferred: dict[int, Lease] = {}  # by number, leases that wait for host slots, in order
 
     # --- probing
@@ -166,6 +168,9 @@ class Prefetch:
 
     def _fetch(self, lease: Lease) -> bool:
         """The same; True without a copy in flight if there are no free slots yet."""
+        for other in [*self.landing.values()]:
+            if other.root == lease.root and other.tokens[: self.paths.width] == lease.tokens[: self.paths.width]:
+                self.land(other)  # what has come for it may be what this one lacks
         allowed, available = -1, [len(lease.tokens)] * len(self.pools)
         while self.copies.storage:
             # Anew each time: evicting for it may have cost a page of it.
@@ -178,6 +183,13 @@ class Prefetch:
             if gain * self.config.page_tokens < max(1, self.config.policies.fetch_at_least):
                 break
             need = [needed(boundary, back) & ~here for back, here in zip(self.paths.lookbacks, kept, strict=True)]
+            positions, prefix_pins = self.paths.pins_for(boundary, device)
+            guard = positions & ones(known), (prefix_pins | self.paths.ahead(memory)) & ones(known)
+            if self._join(lease, need):
+                if lease.claimed:
+                    self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)
+                lease.promised = boundary
+                return True
             pages = [bits.bit_count() for bits in need]
             fits = self.backups.host_share.fits(pages, lease.lent)
             if fits and lease.claimed:
@@ -189,8 +201,6 @@ class Prefetch:
                 fits = False  # two claimed leases would wait for each other's slots
             if fits:
                 # Its pages in memory must not be evicted for the others.
-                positions, prefix_pins = self.paths.pins_for(boundary, device)
-                guard = positions & ones(known), (prefix_pins | self.paths.ahead(memory)) & ones(known)
                 self.slot_pools.pin(run, *guard)
                 taken = self.paths.reserve(lease, Tier.HOST, need, available)
                 if taken is not None:
@@ -206,6 +216,40 @@ class Prefetch:
                     return True
             allowed = ones(boundary)
         return False
+
+    def _join(self, lease: Lease, need: list[int]) -> bool:
+        """Wait for the pages, of those that a lease needs, that other leases' fetches bring; False if there are none.
+
+        If such a fetch fails the lease tries once itself, or with others that do.
+        """
+        coming, joined = [0] * len(self.pools), dict[int, Op]()
+        for pool, flying in enumerate(self.flying):
+            found = []
+            for at in members(need[pool]) if flying else ():
+                number = flying.get(lease.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+                if number is not None and (number in joined or self._soon(lease, self.copies.ops[number])):
+                    joined[number] = self.copies.ops[number]
+                    found.append(at)
+            coming[pool] = of(found)
+        if not joined:
+            return False
+        self._waits_again(lease)
+        lease.move(Cause.FETCH)
+        for number, op in joined.items():
+            op.joined.append(lease)
+            lease.ops.add(number)
+        if lease.claimed:
+            self.copies.hurry(lease)
+        if any(op.begun_s < inf for op in joined.values()):
+            self.began(lease)
+        lease.probed = [has & ~(bits & old) for has, bits, old in zip(lease.probed, coming, lease.joined, strict=True)]
+        lease.joined = [old | bits for old, bits in zip(lease.joined, coming, strict=True)]
+        lease.asked = [asked | bits for asked, bits in zip(lease.asked, coming, strict=True)]
+        return True
+
+    def _soon(self, lease: Lease, op: Op) -> bool:
+        """Whether a fetch is worth waiting for: it has not run for longer than a lease waits for its own."""
+        return self.state.now < op.begun_s + (lease.patience.base_s or self.config.policies.storage_deadline_s)
 
     def _note_deferred(self, lease: Lease, gain: int) -> None:
         """A lease waits for host slots before it fetches what moves its boundary by `gain` pages."""
@@ -240,7 +284,20 @@ class Prefetch:
         lease.asked = [asked | bits for asked, bits in zip(lease.asked, need, strict=True)]
         # Shallow pages first: if patience runs out, the pages that have arrived are a prefix.
         for batch in batches(parts, self.config.batch_pages):
-            self.copies.send(Op(FETCH, batch, lease, wait_s=lease.latest - self.state.now))
+            op = Op(FETCH, batch, lease, wait_s=lease.latest - self.state.now)
+            self.copies.send(op)
+            self._note_flying(op, self.copies.sent)
+
+    def _note_flying(self, op: Op, number: int) -> None:
+        for part in op.parts:
+            self.flying[part.pool].update(dict.fromkeys(op.keys(part), number))
+
+    def _forget_flying(self, op: Op, number: int) -> None:
+        for part in op.parts:
+            flying = self.flying[part.pool]
+            for key in op.keys(part) if flying else ():
+                if flying.get(key) == number:  # else it was not waited for any more, and another one brings the page
+                    del flying[key]
 
     def next_in_line(self) -> list[Lease]:
         """The lease that may try again for slots now: the first claimed one, else the first of all."""
@@ -249,44 +306,61 @@ class Prefetch:
 
     # --- fetches that have ended
 
-    def void(self, op: Op, gone: bool) -> None:
+    def void(self, number: int, op: Op, gone: bool) -> None:
         """A fetch's storage is down; if it is `gone`, its share of the host is free for the next storage."""
+        self._forget_flying(op, number)
         for part in op.parts if gone and op.counts else ():
             self.held[part.pool] -= part.positions.bit_count()
 
-    def arrived(self, op: Op, outcomes: list[PartOutcome], waited: bool) -> None:
-        """A fetch has ended. If no lease waits for its pages any more, those that fit into the tree are kept."""
+    def arrived(self, number: int, op: Op, outcomes: list[PartOutcome], waiting: list[Lease]) -> None:
+        """A fetch has ended: the first of the leases that waited for it takes its pages. Those that none waited for are
+        kept if they fit into the tree."""
         assert op.lease is not None
-        lease = op.lease
-        if waited:
-            note_bad(lease, outcomes)
+        self._forget_flying(op, number)
         late: list[dict[int, int]] = [{} for _ in self.pools]
         for outcome in outcomes:
             (pool, positions, _, targets), good, bad = outcome
             self.counters.fetched += good.bit_count()
             self.counters.bad_storage += bad.bit_count()
             self.counters.failed += outcome.failed.bit_count()
-            kept, pages = good, lease.landed[pool]
-            if waited:
-                lease.lent[pool] += good.bit_count()
-            else:
-                kept, pages = of(at for at in members(good) if _still_named(lease, op.named, at)), late[pool]
-            pages.update(zip(members(kept), chosen(targets, positions, kept), strict=True))
-            self.held[pool] -= (outcome.lost if waited else positions).bit_count() * op.counts
-            if left := positions & ~kept:
+            taken = 0
+            for lease in reversed(waiting):
+                mine = positions if lease is op.lease else positions & lease.joined[pool]
+                lease.bad[pool] |= bad & mine
+                lease.fetched[pool] |= good & mine
+                taken = good & mine  # in the end by the first
+            if taken:
+                waiting[0].landed[pool].update(zip(members(taken), chosen(targets, positions, taken), strict=True))
+                waiting[0].lent[pool] += taken.bit_count()
+                self.landing[waiting[0].number] = waiting[0]
+            self.held[pool] -= (positions & ~taken).bit_count() * op.counts
+            kept = of(at for at in members(good & ~taken) if _still_named(op.lease, op.named, at))
+            late[pool] = dict(zip(members(kept), chosen(targets, positions, kept), strict=True))
+            if left := positions & ~taken & ~kept:
                 place = self.slot_pools.place(Tier.HOST, pool)
-                self.slot_pools.give_back(place, chosen(targets, positions, left), lease.root)
+                self.slot_pools.give_back(place, chosen(targets, positions, left), op.lease.root)
+        if waiting and (len(waiting) > 1 or not waiting[0].ops or any(late)):
+            self.land(waiting[0])
         if any(late):
             self.counters.late += sum(map(len, late))
-            self.paths.insert(lease, Tier.HOST, _ascending(late), stored=not op.void)
-            self.slot_pools.forget(lease.root)
+            self.paths.insert(op.lease, Tier.HOST, late, stored=not op.void)
+            self.slot_pools.forget(op.lease.root)
 
     def land(self, lease: Lease) -> None:
-        """Give the landed pages to the tree, as deep as they reach; the lease pins them until they are loaded."""
+        """Give the landed pages to the tree, as deep as they reach; the lease pins them until they are loaded. Those
+        behind a gap stay its own while it waits for more."""
+        if self.landing.pop(lease.number, None) is None:
+            return
         landed, lease.landed = _ascending(lease.landed), [{} for _ in self.pools]
-        lease.fetched = [came | of(slots) for came, slots in zip(lease.fetched, landed, strict=True)]
+        if lease.ops:
+            end = self.paths.chain_end(lease, landed)
+            lease.landed = [{at: slot for at, slot in slots.items() if at >= end} for slots in landed]
+            landed = [{at: slot for at, slot in slots.items() if at < end} for slots in landed]
+            if any(lease.landed):
+                self.landing[lease.number] = lease
+            if not any(landed):
+                return
         tail, end = self.paths.insert(lease, Tier.HOST, landed, stored=True)
-        lease.asked = [asked & ~(of(slots) & ones(end)) for asked, slots in zip(lease.asked, landed, strict=True)]
         held, prefix_pins = lease.held, lease.prefix_pins
         for lookback, slots in zip(self.paths.lookbacks, landed, strict=True):
             kept = [position for position in slots if position < end]
@@ -295,6 +369,14 @@ class Prefetch:
             else:
                 held |= of(kept)
         self.paths.hold(lease, tail, held, prefix_pins)
+
+    def note_come(self, lease: Lease) -> None:
+        """A lease waits for storage no longer: of what was fetched for it, that is late which is not in the tree."""
+        if any(lease.fetched):
+            _, _, known = self.paths.find(lease.root, lease.tokens)
+            lease.asked = [
+                asked & ~(came & ones(known)) for asked, came in zip(lease.asked, lease.fetched, strict=True)
+            ]
 
     def release(self, lease: Lease) -> None:
         """A lease stops waiting for storage and gives back its share of the host."""

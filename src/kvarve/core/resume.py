@@ -49,7 +49,7 @@ class Resuming(State):
             lease.asked_s = None
         if lease.phase is not Phase.QUEUED:
             lease.move(Cause.DONE)
-        lease.ops.clear()
+        self.prefetch.note_come(lease)
         lease.ask_again = inf
         self.prefetch.deferred.pop(lease.number, None)
         if lease.claimed:
@@ -65,8 +65,8 @@ class Resuming(State):
 
     def _stop_waiting(self, lease: Lease) -> None:
         """Go on with the pages that have come from storage so far."""
-        if lease.phase is Phase.FETCHING:
-            self.prefetch.land(lease)
+        lease.ops.clear()
+        self.prefetch.land(lease)
         self._queue(lease)
 
     def _check_deadline(self, lease: Lease) -> None:

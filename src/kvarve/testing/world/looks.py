@@ -15,7 +15,7 @@ from kvarve.core.tree import Run
 
 _POINTERS = {"parent", "children", "pins", "prefix_pins"}
 _known_of_run = attrgetter(*(name for name in Run.__slots__ if name not in _POINTERS))
-_op_facts = attrgetter(*(each.name for each in fields(Op) if each.name not in ("lease", "run")))
+_op_facts = attrgetter(*(each.name for each in fields(Op) if each.name not in ("lease", "joined", "run")))
 _lease_facts = attrgetter(*(name for name in Lease.__slots__ if name != "run"))
 
 
@@ -65,8 +65,7 @@ def differ(one: Core, two: Core) -> str:
         if _lease_facts(lease) != _lease_facts(other) or not same(lease.run, other.run):
             return f"lease {lease.number}"
     for op, its in zip(one.copies.ops.values(), two.copies.ops.values(), strict=True):
-        whose = op.lease and op.lease.number, its.lease and its.lease.number
-        if _op_facts(op) != _op_facts(its) or whose[0] != whose[1] or not same(op.run, its.run):
+        if _op_facts(op) != _op_facts(its) or _whose(op) != _whose(its) or not same(op.run, its.run):
             return "a copy"
     lines = [
         (core.backups.pending_backup, core.backups.pending_store, core.backups.busy, core.backups.quarantined)
@@ -79,9 +78,15 @@ def differ(one: Core, two: Core) -> str:
         _weather(one) != _weather(two)
         or vars(one.governor) != vars(two.governor)
         or [*one.prefetch.deferred] != [*two.prefetch.deferred]
+        or [*one.prefetch.landing] != [*two.prefetch.landing]
+        or one.prefetch.flying != two.prefetch.flying
     ):
         return "what waits"
     return ""
+
+
+def _whose(op: Op) -> list[int]:
+    return [lease.number for lease in (op.lease, *op.joined) if lease is not None]
 
 
 def _weather(core: Core) -> tuple[Any, ...]:
@@ -124,6 +129,7 @@ def dump(core: Core) -> Mapping[str, Any]:
         "weather": _weather(core),
         "governor": {name: _plain(value, {}) for name, value in vars(core.governor).items()},
         "deferred": [*core.prefetch.deferred],
+        "landing": [*core.prefetch.landing],
         "counts": (
             core.backups.in_flight,
             [*core.backups.storing],
@@ -138,10 +144,7 @@ def dump(core: Core) -> Mapping[str, Any]:
         "leases": [
             [(each, _plain(getattr(lease, each), names)) for each in Lease.__slots__] for lease in core.leases.values()
         ],
-        "ops": [
-            (number, *_op_facts(op), op.lease and op.lease.number, names.get(id(op.run)))
-            for number, op in core.copies.ops.items()
-        ],
+        "ops": [(number, *_op_facts(op), _whose(op), names.get(id(op.run))) for number, op in core.copies.ops.items()],
     }
 
 

@@ -70,6 +70,7 @@ class Shadow:
         self._stalled: Counter[int] = Counter()  # by lease: steps in which no copy was in flight
         self._failures, self._back_off_until = 0, 0.0  # stores that failed in a row, and the end of the back-off
         self._void_until = 0  # copies up to this one were for a detached storage, or one that was down
+        self._began_s: dict[int, float] = {}  # by copy: when a worker began with it
         self._paused = False
         self._swept = [slots[:0] for slots in self.core.slot_pools.free]
         self._dirty, self._confirmed = Dirty(self.core), 0
@@ -214,15 +215,17 @@ class Shadow:
         effects = self._each(lambda core: core.take())
         for effect in effects:
             if isinstance(effect, Hurry):
-                assert effect.ops and {*self.flying, *self.lost}.issuperset(effect.ops), (
-                    "only a copy in flight becomes urgent"
+                here = {*self.flying, *self.lost}
+                assert effect.ops and here.union(end.op for end in self.ended).issuperset(effect.ops), (
+                    "only a copy in flight, or one that has just ended, becomes urgent"
                 )
-                self.urgent.update(effect.ops)
+                self.urgent.update(here.intersection(effect.ops))
                 continue
             assert effect.pages, "an effect is about something"
             if isinstance(effect, Copy) and effect.source is Tier.STORAGE:
                 names = [transfers.name(page.key, page.pool) for transfers in self.transfers for page in effect.pages]
                 assert self.storage.ever.issuperset(names), "nothing is fetched that storage never had"
+                self._check_alone(effect)
             assert self.attached or (isinstance(effect, Copy) and Tier.STORAGE not in (effect.source, effect.target)), (
                 "without a storage nothing is asked of it"
             )
@@ -240,6 +243,20 @@ class Shadow:
             for transfers in self.transfers:
                 transfers.start(effect)
         self.log += [each for each in effects if not isinstance(each, Hurry)]
+
+    def _check_alone(self, fetch: Copy) -> None:
+        """No page is fetched twice at the same time, unless the other fetch has run for longer than one waits."""
+        lease = self.core.copies.ops[fetch.op].lease
+        assert lease is not None
+        patience_s = lease.patience.base_s or self.core.config.policies.storage_deadline_s
+        pages = {(page.pool, page.key) for page in fetch.pages}
+        for op, other in [*self.flying.items(), *self.lost.items()]:
+            if op > self._void_until and isinstance(other, Copy) and other.source is Tier.STORAGE:
+                if pages.isdisjoint((page.pool, page.key) for page in other.pages):
+                    continue
+                began_s = self._began_s.get(op, inf)
+                assert self.now >= began_s + patience_s, f"fetch {fetch.op} brings pages that fetch {op} brings too"
+                self.seen["fetched anew, as the first fetch took too long"] += 1
 
     def _check_reasons(self, lease: Lease) -> None:
         """Every token of a lease's prompt has one reason, and always the same once it is ready."""

@@ -9,7 +9,7 @@ from math import inf
 
 from kvarve.boundaries import union
 from kvarve.core.copies import FETCH, LOAD, STORE, Moving, Op
-from kvarve.core.effects import Copy, Ended, Event, Outcome, Transfer, Verified, agreed
+from kvarve.core.effects import Began, Copy, Ended, Event, Outcome, Transfer, Verified, agreed
 from kvarve.core.lease import Lease
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.tree import covering, walk
@@ -205,6 +205,9 @@ class World(Shadow):
     def step(self, events: Sequence[Event] = (), later_s: float = 0.0) -> None:
         self.now += later_s
         events = self._heard(events)
+        for event in events:
+            if isinstance(event, Began):
+                self._began_s.setdefault(event.op, self.now)
         ended = [event for event in events if isinstance(event, Ended)]
         self.ended = [*self.ended, *[end for end in ended if end.op in self.core.copies.ops]][-40:]
         for end in ended:
