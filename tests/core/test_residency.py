@@ -95,7 +95,7 @@ def test_who_hears_all_knows_what_is_in_each_tier(kind: str, seeds: range) -> No
         life, dice = born(seed, kind)
         live(life, dice, 250)
         mirrors.append(retold(life))
-    assert sum(each.entered for each in mirrors) > sum(each.left for each in mirrors) > 20
+    assert sum(each.entered for each in mirrors) >= sum(each.left for each in mirrors) > 20
     assert {tier for each in mirrors for tier, _ in each.pages} >= {Tier.HOST, Tier.STORAGE}
 
 

@@ -19,6 +19,7 @@ from kvarve.core.growth import Growing
 from kvarve.core.hot import Hot, HotPrefix
 from kvarve.core.lease import WAITS_FOR, Cause, Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
+from kvarve.core.prefetch import LOOK_AHEAD
 from kvarve.core.reasons import Reason, explain
 from kvarve.core.residency import Residency
 from kvarve.core.tree import same_pages, upward, walk
@@ -163,7 +164,7 @@ class Core(Growing):
             priority,
             read,
         )
-        lease.outside = outside if read else ()
+        lease.outside, lease.looked_s = outside if read else (), now
         lease.expected, lease.expected_until, lease.named = expected[0], now + expected[1], named
         lease.heads = heads
         self.leases[lease.number] = lease
@@ -222,9 +223,13 @@ class Core(Growing):
         if moved:
             self.prefetch.moved()
         self.backups.send_staged()
+        queued = 0
         for lease in [*self.leases.values()]:
             self._check_deadline(lease)
             self.prefetch.ask_again(lease)
+            if lease.phase is Phase.QUEUED and not lease.claimed and queued < LOOK_AHEAD:
+                queued += 1
+                self._look_again(lease)
             if lease.phase is Phase.LOADING and not lease.ops:  # it waits for evictions
                 self._load(lease)
         for lease in self.prefetch.next_in_line():

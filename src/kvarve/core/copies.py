@@ -82,6 +82,7 @@ class Op:
     lease: Lease | None = None
     run: Run | None = None
     named: bytes = b""  # of a lease's pages from storage: the keys of its prompt when the copy was sent
+    tokens: bytes = b""  # of a fetch: that prompt
     pinned: int = 0
     verified: int | None = None  # of a load: the pages (bits, by number) that are being copied after their check
     given: dict[int, int] = field(default_factory=dict)  # by pool, positions whose target slots it owns no longer

@@ -76,6 +76,7 @@ class Lease:
         "ask_again",
         "ask_all",
         "asked",
+        "asked_again",
         "asked_s",
         "awaited",
         "bad",
@@ -102,6 +103,7 @@ class Lease:
         "lent",
         "limit",
         "loaded",
+        "looked_s",
         "memory",
         "named",
         "number",
@@ -171,6 +173,8 @@ class Lease:
         self.begun = False  # its patience runs: a worker has begun its copy or probe
         self.latest = 0.0  # its deadline is not moved beyond this
         self.asked_s: float | None = None  # since when it has been waiting for storage
+        self.looked_s = 0.0  # when storage was asked about it last, or had answered
+        self.asked_again = False  # storage has answered before, and it has been queued
         self.expected = 0  # a boundary whose pages are being written to storage
         self.expected_until = 0.0  # and may come until then
         none = [0] * pools  # of what is replaced later, and not changed
@@ -247,6 +251,7 @@ class Lease:
         """The clock by which it was opened was behind by `seconds`."""
         self.expected_until += seconds
         self.deadline += seconds
+        self.looked_s += seconds
         self.latest += seconds
         self.asked_s = None if self.asked_s is None else self.asked_s + seconds
 

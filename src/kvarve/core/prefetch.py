@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvarve.boundaries import chosen, deepest, members, needed, of, ones, span
 from kvarve.core.copies import FETCH, PROBE, Op, Part, PartOutcome, batches
 from kvarve.core.lease import Cause, Lease, Phase
-from kvarve.core.tree import NOWHERE, upward, walk
+from kvarve.core.tree import NOWHERE, same_pages, upward, walk
 from kvarve.keys import KEY_BYTES
 from kvarve.model import Tier
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ASK_AGAIN_S = 0.05  # until storage is asked again for the last of the pages that are being written to it
 ASK_ALL_S = 1.0  # until it is asked again for all of them
+LOOK_AGAIN_S = 1.0  # until a request that still waits is looked up in storage again
+LOOK_AHEAD = 16  # the requests that wait longest, which are
 SOON_S = 2.0  # for how long a request believes a storage that pages are being written
 EVICTION_RETRIES = 8  # how often a lease waits for evictions under write-back before it takes a shallower boundary
 
@@ -31,7 +33,8 @@ class Prefetch:
         self.slot_pools = state.slot_pools
         self.pools = self.paths.pools
         self.held = [0] * len(self.pools)  # host slots by pool that waiting requests hold
-        self.flying: list[dict[bytes, int]] = [{} for _ in self.pools]  # by pool and key: the fetch that brings a page
+        # Fetches in flight, by the beginning of their prompts, the lease that began them, and number.
+        self.flying: dict[bytes, dict[int, dict[int, Op]]] = {}
         self.landing: dict[int, Lease] = {}  # by number, leases with landed pages that are not in the tree yet
         self.deferred: dict[int, Lease] = {}  # by number, leases that wait for host slots, in order
 
@@ -44,14 +47,15 @@ class Prefetch:
         if parts:
             missing = (lease.limit - boundary) * self.config.page_tokens
             lease.move(Cause.PROBE)
+            lease.looked_s = self.state.now
             lease.asked_s = self.state.now if lease.asked_s is None else lease.asked_s
             lease.begun, lease.wait_s = False, lease.patience.seconds(missing)
             # A request without patience does not wait for a worker either.
             queue_s = inf if lease.patience.each else self.config.policies.storage_deadline_s if lease.wait_s else 0.0
             lease.latest = self.state.now + lease.wait_s + queue_s
             lease.wait_from(self.state.now)
-            lease.probed, lease.awaited = [0] * len(self.pools), [0] * len(self.pools)
-            lease.ask_all = self.state.now + ASK_ALL_S
+            lease.probed, lease.awaited, lease.joined = ([0] * len(self.pools) for _ in range(3))
+            lease.told, lease.ask_all = 0, self.state.now + ASK_ALL_S
             _, path, known = self.paths.find(lease.root, lease.tokens)
             lease.named = lease.named or b"".join([run.keys for run in path])[: known * KEY_BYTES]
             self.copies.send(Op(PROBE, parts, lease, wait_s=lease.latest - self.state.now))
@@ -110,7 +114,7 @@ class Prefetch:
 
     def answered(self, lease: Lease, outcomes: list[PartOutcome]) -> bool:
         """Storage has answered a probe. False if pages are still being written, so that it is asked again."""
-        now = self.state.now
+        lease.looked_s = now = self.state.now
         if not lease.soon_until and any(soon for _, _, soon in outcomes):
             lease.soon_until = now + SOON_S
         for outcome in outcomes:
@@ -168,8 +172,9 @@ class Prefetch:
 
     def _fetch(self, lease: Lease) -> bool:
         """The same; True without a copy in flight if there are no free slots yet."""
+        beginning = self._beginning(lease.root, lease.tokens)
         for other in [*self.landing.values()]:
-            if other.root == lease.root and other.tokens[: self.paths.width] == lease.tokens[: self.paths.width]:
+            if self._beginning(other.root, other.tokens) == beginning:
                 self.land(other)  # what has come for it may be what this one lacks
         allowed, available = -1, [len(lease.tokens)] * len(self.pools)
         while self.copies.storage:
@@ -223,20 +228,23 @@ class Prefetch:
         If such a fetch fails the lease tries once itself, or with others that do.
         """
         coming, joined = [0] * len(self.pools), dict[int, Op]()
-        for pool, flying in enumerate(self.flying):
-            found = []
-            for at in members(need[pool]) if flying else ():
-                number = flying.get(lease.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-                if number is not None and (number in joined or self._soon(lease, self.copies.ops[number])):
-                    joined[number] = self.copies.ops[number]
-                    found.append(at)
-            coming[pool] = of(found)
+        for ops in self.flying.get(self._beginning(lease.root, lease.tokens), {}).values():
+            tokens = next(iter(ops.values())).tokens
+            most = min(len(tokens), len(lease.tokens)) // self.paths.width
+            same = ones(same_pages(tokens, lease.tokens, 0, most, self.paths.width))
+            wanted = [bits & same for bits in need]
+            for number, op in ops.items() if any(wanted) else ():
+                if any(part.positions & wanted[part.pool] for part in op.parts) and self._soon(lease, op):
+                    joined[number] = op
+                    for part in op.parts:
+                        coming[part.pool] |= part.positions & wanted[part.pool]
         if not joined:
             return False
         self._waits_again(lease)
         lease.move(Cause.FETCH)
         for number, op in joined.items():
-            op.joined.append(lease)
+            if lease is not op.lease and lease not in op.joined:
+                op.joined.append(lease)
             lease.ops.add(number)
         if lease.claimed:
             self.copies.hurry(lease)
@@ -283,21 +291,25 @@ class Prefetch:
             lease.probed[pool] &= ~need[pool]  # a page whose fetch fails is not fetched again
         lease.asked = [asked | bits for asked, bits in zip(lease.asked, need, strict=True)]
         # Shallow pages first: if patience runs out, the pages that have arrived are a prefix.
+        ops = self.flying.setdefault(self._beginning(lease.root, lease.tokens), {}).setdefault(lease.number, {})
         for batch in batches(parts, self.config.batch_pages):
-            op = Op(FETCH, batch, lease, wait_s=lease.latest - self.state.now)
+            op = Op(FETCH, batch, lease, tokens=lease.tokens, wait_s=lease.latest - self.state.now)
             self.copies.send(op)
-            self._note_flying(op, self.copies.sent)
-
-    def _note_flying(self, op: Op, number: int) -> None:
-        for part in op.parts:
-            self.flying[part.pool].update(dict.fromkeys(op.keys(part), number))
+            ops[self.copies.sent] = op
 
     def _forget_flying(self, op: Op, number: int) -> None:
-        for part in op.parts:
-            flying = self.flying[part.pool]
-            for key in op.keys(part) if flying else ():
-                if flying.get(key) == number:  # else it was not waited for any more, and another one brings the page
-                    del flying[key]
+        assert op.lease is not None
+        beginning = self._beginning(op.lease.root, op.tokens)
+        if (leases := self.flying.get(beginning)) and (ops := leases.get(op.lease.number)):
+            ops.pop(number, None)
+            if not ops:
+                del leases[op.lease.number]
+            if not leases:
+                del self.flying[beginning]
+
+    def _beginning(self, root: bytes, tokens: bytes) -> bytes:
+        """What prompts that share pages have in common: the root key and the first page."""
+        return root + tokens[: self.paths.width]
 
     def next_in_line(self) -> list[Lease]:
         """The lease that may try again for slots now: the first claimed one, else the first of all."""

@@ -11,6 +11,7 @@ from kvarve.core.copies import LOAD, Op, Part, PartOutcome, note_bad
 from kvarve.core.effects import Ended, Verified
 from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.policies import WritePolicy
+from kvarve.core.prefetch import LOOK_AGAIN_S
 from kvarve.core.settings import CoreConfig
 from kvarve.core.state import State
 from kvarve.core.tree import Run, downward, slots_of, upward
@@ -33,14 +34,26 @@ class Resuming(State):
         if not lease.reads:
             self._ready(lease, ones(1))
             return
-        if lease.promised and self.copies.storage:
-            # Pages that it was promised may have been evicted while it waited.
-            _, path, known = self.paths.find(lease.root, lease.tokens)
-            _, memory = self.paths.present(path, known, lease.outside)
-            boundary = deepest(self.paths.legal(memory, lease))
-            if boundary < lease.promised and self.prefetch.ask(lease, boundary, memory):
-                return
-        self._load(lease)
+        if not self._look_again(lease):
+            self._load(lease)
+
+    def _look_again(self, lease: Lease) -> bool:
+        """Whether storage is asked again about a lease that waited: of what it was promised pages may have been evicted
+        meanwhile, and others may have come to storage."""
+        late = self.now >= lease.looked_s + LOOK_AGAIN_S
+        if not self.copies.storage or not lease.reads or not (late or lease.claimed):
+            return False
+        _, path, known = self.paths.find(lease.root, lease.tokens)
+        _, memory = self.paths.present(path, known, lease.outside)
+        boundary = deepest(self.paths.legal(memory, lease))
+        if not late and boundary >= lease.promised and not (self.now > lease.looked_s and self._stored(lease, known)):
+            return False
+        lease.asked_again = self.prefetch.ask(lease, boundary, memory)
+        return lease.asked_again
+
+    def _stored(self, lease: Lease, known: int) -> bool:
+        """Whether a prompt's pages behind the `known` ones were stored before they left memory."""
+        return any(tier is Tier.STORAGE for tier, _ in self.slot_pools.ghosts.of(lease.root, lease.tokens, known).tiers)
 
     def _queue(self, lease: Lease) -> None:
         """End the lease's wait for storage: load its pages if it is claimed, else queue it."""

@@ -22,7 +22,7 @@ class Waiting:
     passed: int = 0  # how often it has been overtaken
     grows: bool = False  # whether it may need more pages than its prompt has
     waits: bool = False  # for a copy, or for a page that is about to be published
-    fetches: bool = False  # storage has not answered yet: it may be admitted, but if it does not fit it delays no other
+    fetches: bool = False  # its pages come from storage: it may be admitted, but if it does not fit it delays no other
 
 
 class Running(NamedTuple):

@@ -227,7 +227,7 @@ class Scheduler(Generic[Each]):
                 self.waiting.overtaken(task),
                 self._grows(task),
                 again or self._waits(task, heads, fetching),
-                task.lease.phase in FROM_STORAGE,
+                task.lease.phase in FROM_STORAGE and not (task.lease.phase is Phase.PROBING and task.lease.asked_again),
             )
             for task, needs, again in zip(line, wanted, rejected, strict=True)
         ]
@@ -269,14 +269,15 @@ class Scheduler(Generic[Each]):
             if patient and self.cache.making_room():
                 return
             if self.running:
-                before = self._needs(task)
+                before, resumed = self._needs(task), task.lease.boundary
                 self._requeue(task)
-                after = self._needs(task)
+                after, resumes = self._needs(task), self._resumes_at(task)
                 state = self._state(), after
-                if task.retried_at != state and any(less < more for less, more in zip(after, before, strict=True)):
+                fewer = any(less < more for less, more in zip(after, before, strict=True))
+                if task.retried_at != state and (fewer or resumes > resumed):
                     task.retried_at = state  # another request has published what it lacked
                 else:
-                    task.rejected_at = *state, self._resumes_at(task)
+                    task.rejected_at = *state, resumes
             elif not patient:
                 self._fail(task, STALLED)
             elif again:  # its own pins may hold what came to the device since it became ready

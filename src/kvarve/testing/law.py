@@ -102,7 +102,8 @@ def _asked(scheduler: Scheduler[Any], core: Core) -> Iterator[tuple[Any, dict[in
             available[pool] -= _wants(core, task, pool, stuck)
     growth = sum(_grows(other, page) for other in here)
     for task in scheduler.waiting:
-        if task.lease.phase in (Phase.QUEUED, Phase.LOADING, Phase.READY):
+        again = task.lease.phase is Phase.PROBING and task.lease.asked_again
+        if again or task.lease.phase in (Phase.QUEUED, Phase.LOADING, Phase.READY):
             wants = {pool: _wants(core, task, pool, stuck) + growth for pool in available}
             fits = all(wants[pool] <= available[pool] for pool in available)
             yield task, wants, available, None if fits else _room_after(core, wants, available, here, page, chunk)

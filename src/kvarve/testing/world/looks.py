@@ -79,7 +79,7 @@ def differ(one: Core, two: Core) -> str:
         or vars(one.governor) != vars(two.governor)
         or [*one.prefetch.deferred] != [*two.prefetch.deferred]
         or [*one.prefetch.landing] != [*two.prefetch.landing]
-        or one.prefetch.flying != two.prefetch.flying
+        or _flying(one) != _flying(two)
     ):
         return "what waits"
     return ""
@@ -87,6 +87,10 @@ def differ(one: Core, two: Core) -> str:
 
 def _whose(op: Op) -> list[int]:
     return [lease.number for lease in (op.lease, *op.joined) if lease is not None]
+
+
+def _flying(core: Core) -> list[tuple[bytes, int, list[int]]]:
+    return [(head, of, [*ops]) for head, each in core.prefetch.flying.items() for of, ops in each.items()]
 
 
 def _weather(core: Core) -> tuple[Any, ...]:

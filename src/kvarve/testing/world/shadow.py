@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core
-from kvarve.core.effects import Copy, Ended, Hurry, Transfer, Verified
+from kvarve.core.effects import Copy, Ended, Hurry, Probe, Transfer, Verified
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.outside import core_for
+from kvarve.core.policies import BEST_EFFORT
 from kvarve.core.prefetch import EVICTION_RETRIES
 from kvarve.core.reasons import HITS, Reason
 from kvarve.core.settings import CoreConfig
@@ -67,6 +68,7 @@ class Shadow:
             int, dict[Reason, int]
         ] = {}  # by lease: why its tokens were cached or not, once it was ready
         self._met: set[bytes] = set()  # keys of all pages that have been in the tree
+        self._asked_s: dict[int, float] = {}  # by lease: when storage was asked about it last, or answered
         self._stalled: Counter[int] = Counter()  # by lease: steps in which no copy was in flight
         self._failures, self._back_off_until = 0, 0.0  # stores that failed in a row, and the end of the back-off
         self._void_until = 0  # copies up to this one were for a detached storage, or one that was down
@@ -139,16 +141,35 @@ class Shadow:
     def _key(self, tokens: Sequence[int], position: int, salt: str) -> bytes:
         return extend(root_key(b"world", salt), pack(tokens), self.core.config.page_tokens)[position]
 
+    def _may_find_more(self, lease: Lease) -> bool:
+        """Whether a request that is queued, and was not looked up in storage for a second, could resume further from
+        what is there now."""
+        waited_s = self.now - self._asked_s[lease.number]
+        if lease.phase is not Phase.QUEUED or waited_s < 1.0 or not lease.reads or not self.attached:
+            return False
+        if lease.patience == BEST_EFFORT:  # it does not wait for the answer
+            return False
+        keys, tokens, outside = self._prompts[lease.number], len(lease.tokens) // TOKEN_BYTES, lease.outside
+        near = self._expected_hit(keys, tokens, outside)[1]
+        gain = self._expected_hit(keys, tokens, outside, stored=True)[1] - near
+        page_tokens, policies = self.core.config.page_tokens, self.core.config.policies
+        return gain * page_tokens >= max(1, policies.fetch_at_least)
+
     def _expected_hit(
-        self, keys: list[bytes], tokens: int, outside: Sequence[int] = ()
+        self, keys: list[bytes], tokens: int, outside: Sequence[int] = (), stored: bool = False
     ) -> tuple[int, int, tuple[int, ...]]:
-        """By brute force: the deepest boundary from the device, from memory, and in memory for each pool."""
+        """By brute force: the deepest boundary from the device, from memory, and in memory for each pool. With `stored`
+        pages that storage has count as being in memory."""
         pools = range(len(self.core.pools))
         wanted = {key: position for position, key in enumerate(keys)}
         near: list[set[int]] = [set() for _ in pools]
         for pool, pages in enumerate(outside):
             near[pool] = {position for position in range(len(keys)) if pages >> position & 1}
         memory: list[set[int]] = [{*pages} for pages in near]
+        for pool in pools if stored else ():
+            for at, key in enumerate(keys):
+                if {transfers.name(key, pool) for transfers in self.transfers} <= self.storage.objects.keys():
+                    memory[pool].add(at)
         ours, host = Tier.DEVICE in self.core.config.slots, self.core.slot_pools.place(Tier.HOST, 0)
         for run in runs(self.core):
             names = self._keys_of(run)
@@ -235,6 +256,8 @@ class Shadow:
                 tried = [each for each in others if isinstance(each, Copy) and each.target is Tier.STORAGE]
                 assert not tried, "and then one tries alone"
             assert effect.op not in self.flying and effect.op not in self.lost, "every copy has a number of its own"
+            if isinstance(effect, Probe) and (asker := self.core.copies.ops[effect.op].lease) is not None:
+                self._asked_s[asker.number] = self.now
             if isinstance(effect, Copy) and effect.urgent:
                 self.urgent.add(effect.op)
             self.flying[effect.op] = effect

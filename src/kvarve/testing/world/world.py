@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from math import inf
 
 from kvarve.boundaries import union
-from kvarve.core.copies import FETCH, LOAD, STORE, Moving, Op
+from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, Moving, Op
 from kvarve.core.effects import Began, Copy, Ended, Event, Outcome, Transfer, Verified, agreed
-from kvarve.core.lease import Lease
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.tree import covering, walk
 from kvarve.keys import TOKEN_BYTES, pack, root_key
@@ -58,7 +58,7 @@ class World(Shadow):
 
     def _opened(self, twins: list[Lease], keys: list[bytes]) -> None:
         number = twins[0].number
-        self._twins[number], self._prompts[number] = twins, keys
+        self._twins[number], self._prompts[number], self._asked_s[number] = twins, keys, self.now
         self._grown[number] = [{} for _ in self.core.pools]
         self.leases.append(twins[0])
 
@@ -70,7 +70,10 @@ class World(Shadow):
 
     def claim(self, lease: Lease) -> bool:
         waited = not lease.ready
+        may_ask = self._may_find_more(lease)
         ready = self._all(lease, lambda core, twin: core.claim(twin, self.now))
+        assert not may_ask or lease.phase is Phase.PROBING, "what came to storage while a request waited is found"
+        self.seen["asked again as its turn came"] += may_ask
         self._check()
         if waited and ready and lease.reads:
             hit = self._expected_hit(self._prompts[lease.number], len(lease.tokens) // TOKEN_BYTES)
@@ -164,7 +167,15 @@ class World(Shadow):
             self.hits = [had + more for had, more in zip(self.hits, lease.from_tiers(), strict=True)]
         self._all(lease, lambda core, twin: core.close(twin))
         self.leases.remove(lease)
-        for notes in (self._twins, self._prompts, self._handed, self._grown, self._reasons, self._stalled):
+        for notes in (
+            self._twins,
+            self._prompts,
+            self._handed,
+            self._grown,
+            self._reasons,
+            self._stalled,
+            self._asked_s,
+        ):
             notes.pop(lease.number, None)
         self._check()
 
@@ -213,6 +224,8 @@ class World(Shadow):
         for end in ended:
             self._note_failure(end)
             op = self.core.copies.ops.get(end.op)
+            if op is not None and op.edge == PROBE and op.lease is not None:
+                self._asked_s[op.lease.number] = self.now
             if op is not None and op.edge == STORE:
                 self._confirmed += end.good.bit_count()
             elif op is not None and op.edge == FETCH:  # shows that a page in memory is in storage too
