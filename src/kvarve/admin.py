@@ -31,10 +31,17 @@ TellOthers = Callable[[tuple[tuple[str, ...], str | None, str | None, bool] | No
 
 
 class Admin:
-    """Changes the storage of one cache. `on_its_thread(call, seconds)` runs a call on the cache's thread."""
+    """Changes the storage of one cache. `on_its_thread(call, seconds)` runs a call on the cache's thread; `cleared()`
+    has the caches of all ranks know that the storage has been emptied."""
 
-    def __init__(self, cache: PrefixCache, on_its_thread: OnItsThread, tell: TellOthers = lambda _: None) -> None:
-        self._cache, self._on_its_thread, self._tell = cache, on_its_thread, tell
+    def __init__(
+        self,
+        cache: PrefixCache,
+        on_its_thread: OnItsThread,
+        cleared: Callable[[], None],
+        tell: TellOthers = lambda _: None,
+    ) -> None:
+        self._cache, self._on_its_thread, self._cleared, self._tell = cache, on_its_thread, cleared, tell
         self._changing = threading.Lock()
 
     def status(self) -> dict[str, Any]:
@@ -127,7 +134,8 @@ class Admin:
             return self._made(self._on_its_thread(self._cache.detach, ASK_S))
 
     def clear(self) -> int:
-        """Remove this model's pages from the storage; how many objects they were. Any KvarveError: some may be left."""
+        """Remove this model's pages from the storage; how many objects they were. Pages in memory are dirty then. Any
+        KvarveError: some may be left."""
         with self._alone():
             if (attached := self._cache.attached) is None:
                 raise ConfigError("no storage is attached: there is nothing to clear")
@@ -137,6 +145,8 @@ class Admin:
                 if isinstance(e, Abandoned):
                     e = StorageError(f"the storage is not cleared after {OPEN_S:g} s: given up")
                 raise _ours(e, "the storage cannot be cleared") from None
+            finally:
+                self._cleared()
 
     def _made(self, change: Change) -> dict[str, Any]:
         """Wait for a change; the status then, and whether the storage before it is closed."""

@@ -359,6 +359,10 @@ class CacheScheduler:
         """End the back-off of stores: one is tried in the next step."""
         self.core.retry()
 
+    def cleared(self) -> None:
+        """The storage has been emptied: pages in memory are dirty again, by the policy."""
+        self.core.cleared()
+
     def back_up(self) -> None:
         """Mark all pages in memory dirty, whatever the write policy."""
         self.core.back_up()

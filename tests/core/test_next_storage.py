@@ -7,7 +7,7 @@ from kvarve.core.settings import CoreConfig
 from kvarve.keys import pack
 from kvarve.model import Tier
 from kvarve.testing.world import World
-from kvarve.testing.world.scenes import ATTENTION, config, prompt
+from kvarve.testing.world.scenes import ATTENTION, STATE, config, prompt
 
 
 def hanging(settings: CoreConfig, *seeds: int) -> World:
@@ -124,3 +124,17 @@ def test_under_write_back_a_store_that_hangs_keeps_the_device_full_for_a_moment_
     assert len(world.grow(lease, 8)[0]) == 8, "pages leave unstored, and are counted"
     assert world.core.counters.dropped_evicted > 0
     world.close(lease)
+
+
+def test_after_the_storage_was_emptied_what_is_in_memory_is_stored_again() -> None:
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    world.request(prompt(6))
+    stored = dict(world.storage.objects)
+    world.request(prompt(6, seed=1), rest=False)  # its stores are in flight
+    world.cleared()
+    world.settle()
+    assert stored.items() <= world.storage.objects.items() and len(world.storage.objects) == 2 * len(stored)
+    world.flush(Tier.DEVICE, Tier.HOST)
+    assert world.hit(prompt(6)) == (0, 0)
+    lease = world.open(prompt(6))
+    assert world.ready(lease) and lease.from_tiers() == (0, 0, 6)

@@ -219,7 +219,7 @@ def test_a_change_that_one_rank_cannot_make_is_under_way_until_all_have_said_so(
         change.made = change.made if change_made is None else change_made
         answer.set_result(change)
 
-    admin = Admin(cache, on_its_thread)
+    admin = Admin(cache, on_its_thread, cache.scheduler.cleared)
     (tmp_path / "no-folder").touch()
     with ThreadPoolExecutor(1) as operator:
         impossible = operator.submit(admin.attach, f"file://{tmp_path}/no-folder/store?capacity=1MiB")

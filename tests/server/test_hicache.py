@@ -64,11 +64,15 @@ def test_clearing_drops_the_pages_of_this_model_alone(
         assert other.engine.settle(20)
     assert operator.put(STORAGE, json={"hicache_storage_backend": url}).status_code == 200
     complete(customer, song * 4)
-    assert operated.engine.settle(20)
+    assert operated.engine.settle(20) and operator.post(FLUSH).status_code == 200
     stored = operator.get(STORAGE).json()["objects"]
     assert operator.post(CLEAR).json() == {"dropped_objects": stored} and stored
-    assert operator.post(FLUSH).status_code == 200
     assert cached(complete(customer, song * 4)) == {}
+    # What is in memory then is stored anew.
+    assert operated.engine.settle(20) and operator.post(CLEAR).json() == {"dropped_objects": stored}
+    assert operated.engine.settle(20) and operator.get(STORAGE).json()["objects"] == stored
+    assert operator.post(FLUSH).status_code == 200
+    assert cached(complete(customer, song * 4)) == {"storage": 192}
     with Server(settings(checkpoint, (url,), page_tokens=32)) as other, httpx.Client(base_url=other.url) as theirs:
         assert cached(complete(theirs, song * 4)) == {"storage": 192}
 

@@ -285,6 +285,15 @@ class Core(Growing):
             if lease.phase in (Phase.PROBING, Phase.FETCHING):
                 self._stop_waiting(lease)
 
+    def cleared(self) -> None:
+        """The storage has been emptied: pages in memory are dirty again, by the policy, and stores in flight count for
+        nothing, since what they wrote may have been removed."""
+        if self.copies.storage:
+            self.detach(down=True)
+            self.attach(again=True)
+            if self.slot_pools.residency is not None:
+                self.slot_pools.residency.tell_all()
+
     def watch(self) -> None:
         """From now on count what requests resume from, for `hottest`: some 20 us a request."""
         self.hot = self.hot or Hot()

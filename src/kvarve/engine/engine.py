@@ -17,9 +17,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvarve.admin import Admin
+from kvarve.admin import ASK_S, Admin
 from kvarve.background import BackgroundCall
-from kvarve.engine.inputs import Aborted, Attach, Detach, Evict, Input, Stop, Submitted, seeded
+from kvarve.engine.inputs import Aborted, Attach, Cleared, Detach, Evict, Input, Stop, Submitted, seeded
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import (
     Finish,
@@ -70,7 +70,12 @@ class Engine(Turns):
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvarve engine", daemon=True)
         self.broken = ""  # why the engine cannot serve any more
-        self.admin = Admin(cache, self.ask, lambda order: self._tell(Detach() if order is None else Attach(*order)))
+        self.admin = Admin(
+            cache,
+            self.ask,
+            lambda: self.ask(cache.scheduler.cleared, ASK_S, Cleared()),
+            lambda order: self._tell(Detach() if order is None else Attach(*order)),
+        )
         self._changing = threading.Lock()  # of ranks that are told to: one change after the other
         self._left_s = 0.0  # for the backups, once the last turn is over
 
@@ -282,6 +287,8 @@ class Engine(Turns):
                 self._abort(self._accepted[number])
             case Evict():
                 self._cache.evict(order.of())
+            case Cleared():
+                self._cache.scheduler.cleared()
             case Stop(left_s):
                 self._last, self._left_s = True, left_s
             case Attach() | Detach():  # it takes long, and asks the engine's thread in the end

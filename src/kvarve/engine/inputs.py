@@ -96,14 +96,21 @@ class Detach:
 
 
 @dataclass(frozen=True)
+class Cleared:
+    """The storage has been emptied."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """This turn is the last one; the backups may take `left_s`."""
 
     left_s: float
 
 
-Input = Submitted | Aborted | Evict | Attach | Detach | Stop
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Submitted, Aborted, Evict, Attach, Detach, Stop)}
+Input = Submitted | Aborted | Evict | Attach | Detach | Cleared | Stop
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Submitted, Aborted, Evict, Attach, Detach, Cleared, Stop)
+}
 
 
 def encode(inputs: Sequence[Input]) -> bytes:

@@ -336,6 +336,13 @@ def _mute(world: World, ranks: int) -> bool:
     return True
 
 
+def _clear(world: World) -> bool:
+    """An operator empties the storage."""
+    world.seen["emptied the storage"] += world.attached
+    world.cleared()
+    return True
+
+
 def _retry(world: World) -> bool:
     world.retry()
     return True
@@ -405,6 +412,7 @@ ACTIONS: Mapping[str, Callable[..., bool]] = {
     "elsewhere": _elsewhere,
     "forget": _forget,
     "mute": _mute,
+    "clear": _clear,
     "retry": _retry,
 }
 
@@ -470,6 +478,7 @@ class Director:
             "rot": 4 * faults,
             "forget": 2 * faults,
             "mute": 0.5 * faults,
+            "clear": dice.choice([0, 0, 0.5]),
             "retry": dice.choice([0, 1, 3]),
         }
         if outside:
@@ -518,7 +527,7 @@ class Director:
                 return ["attach", dice.randrange(2), dice.randrange(2)]
             case "detach":
                 return ["detach", dice.randrange(2)]
-            case "retry":
+            case "clear" | "retry":
                 return [kind]
             case "unheard":
                 return ["unheard", dice.choice([1, 2, 1000]), dice.choice([0, 1, 2**70 - 1])]

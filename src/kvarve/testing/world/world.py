@@ -205,6 +205,17 @@ class World(Shadow):
             self._dirty.begin_anew(back_up=False)
         self._check()
 
+    def cleared(self) -> None:
+        """The storage is emptied, also of what stores in flight have written to it."""
+        self.storage.objects.clear()
+        if self.attached:
+            self._void_until = self.core.copies.sent
+            self._failures, self._back_off_until = 0, self.now
+            self._dirty.begin_anew(back_up=True)
+        for core in self.cores:
+            core.cleared()
+        self._check()
+
     def retry(self) -> None:
         """End the back-off of stores."""
         self.seen["tried at once"] += self._failures > 0
