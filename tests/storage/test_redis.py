@@ -20,6 +20,7 @@ from kvarve.testing import suite
 from kvarve.testing.suite import (
     LABEL,
     OTHER_LABEL,
+    Damage,
     MakeAging,
     MakeStorage,
     StorageSuite,
@@ -29,6 +30,7 @@ from kvarve.testing.suite import (
     put,
     there,
 )
+from kvarve.testing.suite_use import OBJECT_BYTES
 
 _tests = itertools.count()
 
@@ -80,6 +82,31 @@ class TestRedisStorage(StorageSuite, TtlSuite):
     @pytest.fixture
     def url_of(self, server: RedisServer, test: int) -> UrlOf:
         return lambda place: (server.url(), mixed(LABEL, place, test))
+
+    @pytest.fixture
+    def damages(self, server: RedisServer) -> dict[str, Damage]:
+        commands = {
+            "a list": ("RPUSH", "a", "b"),
+            "a hash": ("HSET", "field", "value"),
+            "a set": ("SADD", "member"),
+            "a sorted set": ("ZADD", "1", "member"),
+            "a stream": ("XADD", "*", "field", "value"),
+            "a counter": ("INCR",),
+            "another program's string": ("SET", "x" * OBJECT_BYTES),
+            "a shorter string": ("SET", "x" * 1000),
+            "a longer string": ("SET", "x" * 60_000),
+            "an empty string": ("SET", ""),
+        }
+
+        def written(word: str, *rest: str) -> Damage:
+            def damage(storage: Storage, name: str) -> None:
+                key = storage._key(name).decode()
+                assert server.ask("DEL", key) == ":1\r\n"
+                assert not server.ask(word, key, *rest).startswith("-")
+
+            return damage
+
+        return {what: written(*words) for what, words in commands.items()}
 
     @pytest.fixture
     def make_aging(self, server: RedisServer, opened: Callable[..., Storage]) -> MakeAging:

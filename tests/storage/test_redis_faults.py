@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from processes import until
 from redis_server import RedisServer, free_port, require_redis
 
 from kvarve.errors import StorageError
+from kvarve.integrations.objects import Kind, Objects, open_guarded
 from kvarve.storage import Breaker, Storage, deadline, open_storage
 from kvarve.storage.redis.wire import Wire
 from kvarve.testing.suite import LABEL, get, put, there
@@ -206,15 +208,55 @@ def test_a_server_that_refuses_writes_says_why(server, opened):
     for call in (storage.drop, storage.usage):
         with pytest.raises(StorageError, match="NOPERM"):
             call()
-    server.ask("SADD", f"{_prefix(server)}kind", "a set")
-    with pytest.raises(StorageError, match="WRONGTYPE"):
-        get(storage, "kind")
     assert get(storage, "old") == b"1"
 
 
-def _prefix(server: RedisServer) -> str:
-    key = next(key for key in server.ask("KEYS", "*").split("\r\n") if key.startswith("kvarve:"))
-    return key.removesuffix("old")
+# --- one key
+
+
+def test_values_of_another_type_cost_their_own_pages_once_and_never_the_storage(server):
+    kind, keys = Kind(LABEL, "kv", 5000), [bytes([i]) * 32 for i in range(10)]
+    open_it = partial(open_guarded, server.url(), label=LABEL, description="model A", deadline_s=60.0)
+    objects = Objects(open_it, deadline_s=60.0)
+    try:
+        for turn in range(4):
+            assert all(objects.store(kind, keys, lambda i, payload: None))
+            for name in (kind.name(keys[i]) for i in (0, 5)):
+                (key,) = server.ask("KEYS", f"*:{name}").split("\r\n")[2:-1]
+                server.ask("DEL", key)
+                server.ask("RPUSH", key, "a list")
+            found = objects.load(kind, keys, lambda i, payload: None)
+            assert found == [i % 5 > 0 for i in range(10)]
+            assert objects.up
+            assert objects.counts["damaged"] == 2 * (turn + 1)
+        assert "failed" not in objects.counts
+    finally:
+        objects.close()
+
+
+def test_a_key_that_the_server_refuses_is_missing_and_stays_as_it_is(server, opened):
+    storage = opened(server.url())
+    shut, *others = names = ["shut-1", "open-1", "open-2"]
+    data = {name: name.encode() for name in names}
+    put(storage, **data)
+    server.ask("ACL", "SETUSER", "default", "resetkeys", "~kvarve:*:open-*")
+    assert storage.exists(names) == [False, True, True]
+    buffers = [memoryview(bytearray(6)) for _ in names]
+    assert storage.get(names, buffers) == [None, 6, 6]
+    assert [bytes(view) for view in buffers[1:]] == [b"open-1", b"open-2"]
+    assert put(storage, **data) == [False, True, True]
+    assert storage.delete(names) == [False, True, True]
+    assert put(storage, **data) == [False, True, True]
+    assert storage.counts["refused"] == 5
+    for call in (lambda: get(storage, shut), lambda: storage.exists([shut]), lambda: put(storage, **{shut: b""})):
+        with pytest.raises(StorageError, match="NOPERM"):  # of all that was asked nothing was answered
+            call()
+    with pytest.raises(StorageError, match=r"NOPERM.* removed 2 objects, and 1 are still there"):
+        storage.drop()
+    server.ask("ACL", "SETUSER", "default", "allkeys")
+    assert get(storage, shut) == b"shut-1"
+    assert storage.exists(others) == [False, False]
+    assert len(storage._servers._idle[0]) == 1, "its connection was used all the time"
 
 
 # --- passwords
@@ -324,8 +366,10 @@ def cluster(tmp_path: Path) -> Iterator[list[RedisServer]]:
 
 
 def test_a_cluster_has_each_object_at_one_server_and_misses_those_of_one_that_is_gone(cluster, opened):
-    storage = opened(f"redis://127.0.0.1:{cluster[0].port}?cluster=yes")
     names, data = [f"page-{i}" for i in range(60)], [memoryview(bytes([i]) * 5000) for i in range(60)]
+    with pytest.raises(StorageError, match=r"MOVED .*give its URL cluster=yes"):
+        opened(f"redis://127.0.0.1:{cluster[0].port}", answers=False).exists(names)
+    storage = opened(f"redis://127.0.0.1:{cluster[0].port}?cluster=yes")
     assert storage.put(names, data) == [True] * 60
     counts = [int(server.ask("DBSIZE")[1:]) for server in cluster]
     assert sum(counts) == 60

@@ -5,10 +5,10 @@
         def make_storage(self) -> Iterator[MakeStorage]: ...
 
 `make_storage` opens a storage at a `place` (any short name); opening a place again finds its objects, and the fixture
-closes and removes everything. A backend that other processes can open says with `url_of` how. `TtlSuite` and
-`QuotaSuite` are for backends with such limits. `CapacitySuite` is for those that evict exactly while all objects are
-small and of one size; one that rounds sizes up overrides `capacity_for`. `ByteCapacitySuite` is for those that count
-the bytes of objects of any size.
+closes and removes everything. A backend that other processes can open says with `url_of` how, and `damages` says how
+its objects may be damaged. `TtlSuite` and `QuotaSuite` are for backends with such limits. `CapacitySuite` is for those
+that evict exactly while all objects are small and of one size; one that rounds sizes up overrides `capacity_for`.
+`ByteCapacitySuite` is for those that count the bytes of objects of any size.
 """
 
 import itertools
@@ -25,13 +25,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage
+from kvarve.testing.suite_damage import Damage, DamageSuite
 from kvarve.testing.suite_tools import LABEL, OTHER_LABEL, MakeStorage, evicted, get, holds, put, there
-from kvarve.testing.suite_use import MakeAging, QuotaSuite, TtlSuite, UrlOf, UseSuite
+from kvarve.testing.suite_use import MakeAging, QuotaSuite, TtlSuite, UrlOf
 
 BAD_NAMES = ["", ".", "..", "../up", "a/b", "a\\b", "a b", "a\n", "a\0", "é", "a~", "x" * 201]
 
 
-class StorageSuite(UseSuite):
+class StorageSuite(DamageSuite):
     """Names and bytes: what is put comes back whole, from any thread and after opening again, and only to its owner."""
 
     @pytest.mark.parametrize("size_bytes", [0, 1, 4 << 10, (1 << 20) + 3])
@@ -504,6 +505,7 @@ __all__ = [
     "OTHER_LABEL",
     "ByteCapacitySuite",
     "CapacitySuite",
+    "Damage",
     "MakeAging",
     "MakeStorage",
     "QuotaSuite",

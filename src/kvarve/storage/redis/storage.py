@@ -3,7 +3,8 @@
 A put is `SET key payload NX PX ttl`, so nothing is replaced. All commands of a call are sent before their answers are
 read, except that of a get at most `AHEAD_BYTES` are under way, since the server buffers what is not read yet. In a
 cluster each server is asked in turn; of one that is gone all objects are missing, and a call of which every server
-failed raises.
+failed raises. So it is with keys: one that the server refuses is missing, and a server that refuses every key of a call
+has failed.
 """
 
 import hashlib
@@ -36,13 +37,13 @@ class RedisStorage(Storage):
         options = (b"NX", *ttl)
         self._set = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
         self._options = b"\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in options)
-        self._servers = Servers(settings)
+        self._servers, self._cluster = Servers(settings), settings.cluster
         self._pid = os.getpid()
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
 
-        def ask(wire: Wire, part: Sequence[int]) -> list[bool | None]:
+        def ask(wire: Wire, part: Sequence[int]) -> list[bool | Refused | None]:
             wire.send([b"".join(command(b"EXISTS", self._key(names[i])) for i in part)])
             return [self._answer(lambda: wire.number() > 0) for _ in part]
 
@@ -51,8 +52,8 @@ class RedisStorage(Storage):
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
 
-        def ask(wire: Wire, part: Sequence[int]) -> list[int | None]:
-            sizes: list[int | None] = []
+        def ask(wire: Wire, part: Sequence[int]) -> list[int | Refused | None]:
+            sizes: list[int | Refused | None] = []
             sent = ahead_bytes = 0
             for at, i in enumerate(part):
                 if sent == at or ahead_bytes <= AHEAD_BYTES // 2:
@@ -61,7 +62,7 @@ class RedisStorage(Storage):
                         ahead_bytes += into[part[sent]].nbytes
                         sent += 1
                     wire.send([b"".join(command(b"GET", self._key(names[part[j]])) for j in range(first, sent))])
-                sizes.append(self._answer(partial(wire.payload, into[i])))
+                sizes.append(self._size(wire, into[i]))
                 ahead_bytes -= into[i].nbytes
             return sizes
 
@@ -76,7 +77,7 @@ class RedisStorage(Storage):
         return self._put(names, data)
 
     def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
-        def ask(wire: Wire, part: Sequence[int]) -> list[bool | None]:
+        def ask(wire: Wire, part: Sequence[int]) -> list[bool | Refused | None]:
             pieces: list[bytes | memoryview] = []
             for i in part:
                 key = self._key(names[i])
@@ -101,7 +102,7 @@ class RedisStorage(Storage):
         check_names([] if group is None else [group])
         self._require_open()
         pattern = self._prefix + (b"*" if group is None else group.encode() + b"-*")
-        count = 0
+        count, refused = 0, list[Refused]()
         for server in self._servers.all():
             cursor = b"0"
             while True:
@@ -109,9 +110,13 @@ class RedisStorage(Storage):
                     wire.send([command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _DELETED)])
                     cursor, keys = wire.page()
                     wire.send([b"".join(command(b"UNLINK", key) for key in keys)])
-                    count += sum(wire.number() for _ in keys)
+                    answers = [self._answer(wire.number) for _ in keys]
+                count += sum(answer for answer in answers if isinstance(answer, int))
+                refused += [answer for answer in answers if isinstance(answer, Refused)]
                 if cursor == b"0":
                     break
+        if refused:
+            raise StorageError(f"{refused[0]}: removed {count} objects, and {len(refused)} are still there")
         return count
 
     def usage(self) -> StorageUsage:
@@ -142,14 +147,24 @@ class RedisStorage(Storage):
             raise StorageError("this storage is closed, or was opened before a fork")
 
     def _count(self, word: bytes, names: Sequence[str]) -> list[bool]:
-        def ask(wire: Wire, part: Sequence[int]) -> list[bool | None]:
+        def ask(wire: Wire, part: Sequence[int]) -> list[bool | Refused | None]:
             wire.send([b"".join(command(word, self._key(names[i])) for i in part)])
             return [self._answer(lambda: wire.number() > 0) for _ in part]
 
         return [bool(done) for done in self._each(names, ask)]
 
-    def _answer(self, read: Callable[[], T], full: T | None = None) -> T | None:
-        """One answer. None, or `full` if the server has no memory left: it has not done what it was told to."""
+    def _size(self, wire: Wire, into: memoryview) -> int | Refused | None:
+        """The answer of a GET. A value of another type has no byte of an object: it is too short, as its reader sees,
+        who deletes it then."""
+        answer = self._answer(partial(wire.payload, into))
+        if isinstance(answer, Refused) and answer.words.startswith("WRONGTYPE "):
+            self.counts["of another type"] += 1
+            return 0
+        return answer
+
+    def _answer(self, read: Callable[[], T], full: T | None = None) -> T | Refused | None:
+        """One answer, which may be a refusal. None, or `full` if the server has no memory left: it has not done what it
+        was told to. StorageError: the server is one of a cluster, which the URL does not say."""
         try:
             return read()
         except Refused as refusal:
@@ -157,13 +172,18 @@ class RedisStorage(Storage):
                 self.counts["no space"] += 1
                 return full
             if refusal.words.startswith(_ELSEWHERE):
+                if not self._cluster:
+                    raise StorageError(f"{refusal}: it is a server of a cluster: give its URL cluster=yes") from None
                 self.counts["at another server"] += 1
                 self._servers.forget_layout()
                 return None
-            raise
+            return refusal
 
-    def _each(self, names: Sequence[str], ask: Callable[[Wire, Sequence[int]], list[T | None]]) -> list[T | None]:
-        """The answer for each name, of the server that has it; None of one that is gone, unless all are."""
+    def _each(
+        self, names: Sequence[str], ask: Callable[[Wire, Sequence[int]], list[T | Refused | None]]
+    ) -> list[T | None]:
+        """The answer for each name, of the server that has it. None where that is gone or has refused, unless all are
+        or have."""
         self._require_open()
         answers: list[T | None] = [None] * len(names)
         errors: list[StorageError] = []
@@ -172,13 +192,17 @@ class RedisStorage(Storage):
             try:
                 with self._servers.wire(server) as wire:
                     found = ask(wire, part)
+                refusals = [answer for answer in found if isinstance(answer, Refused)]
+                if len(refusals) == len(part):
+                    raise refusals[0]
             except StorageError as error:
                 errors.append(error)
                 self._servers.forget_layout()
                 self._require_open()
             else:
+                self.counts["refused"] += len(refusals)
                 for i, answer in zip(part, found, strict=True):
-                    answers[i] = answer
+                    answers[i] = None if isinstance(answer, Refused) else answer
         if errors and len(errors) == len(parts):
             raise errors[0]
         self.counts["server gone"] += len(errors)
