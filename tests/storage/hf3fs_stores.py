@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvarve.storage import Storage
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs.backend import Settings, open_hf3fs
 from kvarve.storage.hf3fs.metadata.memory import named_table
+from kvarve.storage.hf3fs.slots import BLOCK_BYTES, file_name, offset
 from kvarve.storage.hf3fs.storage import Hf3fsStorage
-from kvarve.testing.suite import LABEL
+from kvarve.testing.suite import LABEL, Damage
+from kvarve.testing.suite_use import OBJECT_BYTES
 
 
 class Clock:
@@ -85,6 +88,28 @@ def stores_in(folder: Path, library: Any = None) -> Iterator[Stores]:
         yield stores
     finally:
         stores.close()
+
+
+def in_slots() -> dict[str, Damage]:
+    """What may befall an object in its slot."""
+
+    def written(at: int, data: bytes) -> Damage:
+        def damage(storage: Storage, name: str) -> None:
+            assert isinstance(storage, Hf3fsStorage)
+            (found,) = storage._metadata.lookup([name], 1, 60.0)
+            storage._metadata.release(1)
+            assert found is not None
+            with (storage._path / file_name(found.slot.extent)).open("r+b") as file:
+                file.seek(offset(found.slot) + at)
+                file.write(data)
+
+        return damage
+
+    return {
+        "a flipped bit": written(BLOCK_BYTES + 100, b"\xfe"),
+        "a flipped bit of its header": written(40, b"\xfe"),
+        "zeros": written(0, bytes(BLOCK_BYTES + OBJECT_BYTES)),
+    }
 
 
 Make = Callable[..., Hf3fsStorage]

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from uuid import uuid4
 
-from kvarve.storage import MemoryStorage, Storage
+from kvarve.storage import MemoryStorage, Storage, Tiers
 from kvarve.storage.memory import forget_memory
 from kvarve.testing import MakeStorage
-from kvarve.testing.suite import LABEL
+from kvarve.testing.suite import LABEL, Damage
+from kvarve.testing.suite_damage import OTHER_BYTES
 
 
 @contextmanager
@@ -35,3 +37,24 @@ def over_memories(build: Callable[[Callable[[int], MemoryStorage]], Storage]) ->
         storage.close()
     for name in names:
         forget_memory(name)
+
+
+def in_memory() -> dict[str, Damage]:
+    """What may befall an object in all the memories of which a storage is made."""
+
+    def replaced(data: bytes) -> Damage:
+        def damage(storage: Storage, name: str) -> None:
+            having = [memory for memory in memories(storage) if memory.delete([name]) == [True]]
+            assert having
+            for memory in having:
+                memory.put([name], [memoryview(data)])
+
+        return damage
+
+    return {what: replaced(data) for what, data in OTHER_BYTES.items()}
+
+
+def memories(storage: Any) -> list[MemoryStorage]:
+    if isinstance(storage, Tiers):
+        return [memory for tier in storage.tiers for memory in memories(tier)]
+    return [storage] if isinstance(storage, MemoryStorage) else memories(storage.inner)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from memories import over_memories
+from memories import in_memory, over_memories
 
 from gates import threads
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import MemoryStorage, StorageUsage
 from kvarve.storage.breaker import Breaker
 from kvarve.testing import CapacitySuite, FaultyStorage, MakeStorage, Rule, StorageSuite
-from kvarve.testing.suite import LABEL, get, put
+from kvarve.testing.suite import LABEL, Damage, get, put
 
 LONG_S = 20.0  # nothing here waits so long unless something is broken
 DEADLINE_S = 30.0  # on the clock of the test, which moves when it is told to
@@ -117,6 +117,10 @@ class TestABreakerThatIsUpIsItsInner(StorageSuite, CapacitySuite):
     def make_storage(self) -> Iterator[MakeStorage]:
         with over_memories(lambda memory: Breaker(memory(0), deadline_s=DEADLINE_S)) as make:
             yield make
+
+    @pytest.fixture
+    def damages(self) -> dict[str, Damage]:
+        return in_memory()
 
 
 def test_after_three_failures_in_a_row_no_call_reaches_the_storage(ward: Ward) -> None:

@@ -13,7 +13,8 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import FileStorage, Storage
 from kvarve.storage.file.folder import check_folder
 from kvarve.testing import CapacitySuite, MakeStorage, QuotaSuite, StorageSuite, TtlSuite
-from kvarve.testing.suite import LABEL, OTHER_LABEL, MakeAging, UrlOf, get, put, there
+from kvarve.testing.suite import LABEL, OTHER_LABEL, Damage, MakeAging, UrlOf, get, put, there
+from kvarve.testing.suite_use import OBJECT_BYTES
 
 DAY_S = 86400
 
@@ -38,6 +39,20 @@ class TestFileStorage(StorageSuite, CapacitySuite, TtlSuite, QuotaSuite):
     @pytest.fixture
     def make_limited(self, opened: Open) -> Callable[[int], Storage]:
         return lambda objects: opened(quota_bytes=4096 * objects)
+
+    @pytest.fixture
+    def damages(self) -> dict[str, Damage]:
+        def written(data: bytes) -> Damage:
+            def damage(storage: Storage, name: str) -> None:
+                assert isinstance(storage, FileStorage)
+                slab, row = storage._index.place(name)
+                with slab.path.open("r+b") as file:
+                    file.seek(slab.shape.slot_at(row) + 100)
+                    file.write(data)
+
+            return damage
+
+        return {"a flipped bit": written(b"\xfe"), "zeros": written(bytes(OBJECT_BYTES - 100))}
 
     def capacity_for(self, objects: int) -> int:
         return SMALL_FILES + objects * ONE

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from hf3fs_server import end_servers
-from hf3fs_stores import SLOT_BYTES, Stores, stores_in
+from hf3fs_stores import SLOT_BYTES, Stores, in_slots, stores_in
 
 from kvarve.storage import Storage
 from kvarve.storage.hf3fs.metadata import MOST_NAMES
-from kvarve.testing.suite import LABEL, CapacitySuite, MakeStorage, QuotaSuite, StorageSuite, UrlOf
+from kvarve.testing.suite import LABEL, CapacitySuite, Damage, MakeStorage, QuotaSuite, StorageSuite, UrlOf
 from kvarve.testing.usrbio import Emulator
 
 
@@ -30,6 +30,10 @@ class Suites(StorageSuite, CapacitySuite, QuotaSuite):
     @pytest.fixture
     def make_storage(self, stores: Stores) -> MakeStorage:
         return stores.open
+
+    @pytest.fixture
+    def damages(self) -> dict[str, Damage]:
+        return in_slots()
 
     @pytest.fixture
     def make_limited(self, stores: Stores) -> Callable[[int], Storage]:

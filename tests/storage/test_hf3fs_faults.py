@@ -12,10 +12,11 @@ from hf3fs_pages import KINDS, Pages
 from hf3fs_stores import Stores, stores_in
 
 from kvarve.errors import StorageError
-from kvarve.storage import deadline
+from kvarve.storage import Breaker, deadline
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs.metadata.entries import COMMITTED, QUARANTINED, RESERVED
 from kvarve.storage.hf3fs.metadata.table import QUARANTINE_S
+from kvarve.storage.hf3fs.slots import file_name
 from kvarve.storage.hf3fs.storage import Hf3fsStorage
 from kvarve.testing.usrbio import Emulator, Fate, Operation
 
@@ -140,8 +141,10 @@ class BadDisk(Disk):
 
     def __init__(self) -> None:
         self.behave: Callable[[str], int | str | None] = lambda _: None
+        self.bad = ""  # the name of a file that cannot be read
 
     def read(self, file: int, into: Sequence[memoryview], at: int) -> int:
+        self._fail(errno.EIO if self.bad and Path(f"/proc/self/fd/{file}").readlink().name == self.bad else None)
         how = self.behave("read")
         if how == "zeros":
             for view in into:
@@ -198,6 +201,33 @@ def test_calls_of_the_file_system_that_fail_cost_pages_and_never_a_byte(
         pages.blank()
         pages.right(storage.get(pages.names, pages.targets))
         all_is_well(stores, storage, pages)
+
+
+@pytest.mark.parametrize("engine", ["posix", "usrbio"])
+def test_an_object_that_cannot_be_read_is_missing_alone_and_is_no_trouble_while_the_store_can_be_read(
+    tmp_path: Path, engine: str
+) -> None:
+    disk, daemon = BadDisk(), Emulator(tmp_path)
+    names, data = [f"page-{i}" for i in range(4)], [memoryview(bytes([i]) * 5000) for i in range(4)]
+    with stores_in(tmp_path, daemon if engine == "usrbio" else None) as stores:
+        storage = Breaker(stores.open(disk=disk), deadline_s=LONG_S)
+        assert storage.put(names, data) == [True] * 4
+        (found,) = storage.inner._metadata.lookup(["page-2"], 1, LONG_S)
+        bad = disk.bad = file_name(found.slot.extent)  # each has a file of its own
+        daemon.behave = lambda it: Fate.EIO if it.read and it.file.path.name == bad else Fate.DONE
+        buffers = [memoryview(bytearray(5000)) for _ in names]
+        for _ in range(5):
+            assert storage.get(["page-2"], buffers[2:3]) == [None]
+        assert storage.get(names, buffers) == [5000, 5000, None, 5000]
+        assert [buffers[i] == data[i] for i in (0, 1, 3)] == [True] * 3
+        assert storage.inner.counts == {"unreadable": 6}
+        disk.behave = lambda call: errno.EIO if call == "read" else None
+        daemon.behave = lambda it: Fate.EIO if it.read else Fate.DONE
+        with pytest.raises(StorageError, match="read 0 of 1 objects"):
+            storage.get(["page-1"], buffers[:1])
+        disk.bad, disk.behave, daemon.behave = "", lambda _: None, lambda _: Fate.DONE
+        assert storage.get(names, buffers) == [5000] * 4, "an error may pass"
+    assert not daemon.misuse
 
 
 def test_a_full_disk_is_no_space_and_no_trouble(tmp_path: Path) -> None:

@@ -184,6 +184,25 @@ def test_a_file_that_is_cut_or_gone_costs_its_objects(stores: Stores, how: str) 
     assert get(storage, "page") == b"2"
 
 
+def test_a_file_that_cannot_be_opened_costs_its_own_objects_alone(stores: Stores) -> None:
+    storage = stores.open()
+    names, data = [f"page-{i}" for i in range(8)], [memoryview(bytes([i]) * 100) for i in range(8)]
+    assert storage.put(names, data) == [True] * 8
+    bad, *_ = (stores.folder / "here").glob("slots-*")
+    bad.rename(stores.folder / "aside")
+    bad.mkdir()
+    storage._folder.forget(extent_of(bad.name))  # else it would still have it open
+    buffers = [memoryview(bytearray(100)) for _ in names]
+    sizes = storage.get(names, buffers)
+    assert sorted(sizes, key=str) == [100] * 6 + [None] * 2
+    assert all(size is None or view == page for size, view, page in zip(sizes, buffers, data, strict=True))
+    with pytest.raises(StorageError, match=f"read 0 of 2 objects: .*{bad.name}"):
+        storage.get([name for name, size in zip(names, sizes, strict=True) if size is None], buffers[:2])
+    bad.rmdir()
+    (stores.folder / "aside").rename(bad)
+    assert storage.get(names, buffers) == [100] * 8
+
+
 def test_room_moves_from_one_size_of_slots_to_another_and_their_files_go(stores: Stores) -> None:
     storage = stores.open(capacity_bytes=1 << 20)
     small = [f"small-{i}" for i in range(100)]

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
-from memories import over_memories
+from memories import in_memory, over_memories
 
 from kvarve.errors import StorageError
 from kvarve.storage import MemoryStorage
 from kvarve.storage.memory import forget_memory
 from kvarve.testing import ByteCapacitySuite, MakeStorage, StorageSuite
-from kvarve.testing.suite import LABEL, get, put
+from kvarve.testing.suite import LABEL, Damage, get, put
 
 
 class TestMemoryStorage(StorageSuite, ByteCapacitySuite):
@@ -18,6 +18,10 @@ class TestMemoryStorage(StorageSuite, ByteCapacitySuite):
     def make_storage(self) -> Iterator[MakeStorage]:
         with over_memories(lambda memory: memory(0)) as make:
             yield make
+
+    @pytest.fixture
+    def damages(self) -> dict[str, Damage]:
+        return in_memory()
 
 
 def test_memory_without_a_name_is_gone_when_it_is_closed():

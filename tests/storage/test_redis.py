@@ -30,7 +30,7 @@ from kvarve.testing.suite import (
     put,
     there,
 )
-from kvarve.testing.suite_use import OBJECT_BYTES
+from kvarve.testing.suite_damage import OTHER_BYTES
 
 _tests = itertools.count()
 
@@ -92,11 +92,7 @@ class TestRedisStorage(StorageSuite, TtlSuite):
             "a sorted set": ("ZADD", "1", "member"),
             "a stream": ("XADD", "*", "field", "value"),
             "a counter": ("INCR",),
-            "another program's string": ("SET", "x" * OBJECT_BYTES),
-            "a shorter string": ("SET", "x" * 1000),
-            "a longer string": ("SET", "x" * 60_000),
-            "an empty string": ("SET", ""),
-        }
+        } | {what: ("SET", data.decode()) for what, data in OTHER_BYTES.items()}
 
         def written(word: str, *rest: str) -> Damage:
             def damage(storage: Storage, name: str) -> None:

@@ -4,14 +4,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from memories import over_memories
+from memories import in_memory, over_memories
 from tier_rows import LONG_S, ROOM, MakeRow, Row, page, read
 
 from gates import lose_patience_with_stalled_calls
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.testing import FaultyStorage, MakeStorage, Rule, StorageSuite
-from kvarve.testing.suite import get, put, there
+from kvarve.testing.suite import Damage, get, put, there
 
 # --- a storage like any other
 
@@ -31,6 +31,10 @@ class TestTiers(StorageSuite):
 
         with over_memories(build) as make:
             yield make
+
+    @pytest.fixture
+    def damages(self) -> dict[str, Damage]:
+        return in_memory()
 
     def settle(self, storage: Tiers) -> None:
         assert storage.settle(LONG_S)

@@ -17,19 +17,20 @@ from compressible import MODEL, a_record, key
 from kvarve.errors import ConfigError, StorageError
 from kvarve.memory import encodings
 from kvarve.memory.encodings import codec
-from kvarve.memory.record import whole
+from kvarve.memory.record import HEADER_BYTES, whole
 from kvarve.memory.seals import Tag
 from kvarve.regions import HostRegion
 from kvarve.storage import Breaker, MemoryStorage, Storage, Tiers, open_storage
 from kvarve.storage.memory import forget_memory
 from kvarve.storage.urls import check_storage
 from kvarve.testing import ByteCapacitySuite, FaultyStorage, MakeStorage, Rule, StorageSuite
-from kvarve.testing.suite import get, put
+from kvarve.testing.suite import Damage, get, put
+from kvarve.testing.suite_use import OBJECT_BYTES
 from kvarve.transfer import compression
 from kvarve.transfer.compression import BUFFERS, Compressed, compressing, totals
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
-from memories import over_memories
+from memories import in_memory, memories, over_memories
 
 pytest.importorskip("zstandard")
 pytest.importorskip("lz4")
@@ -68,6 +69,20 @@ class TestCompressed(StorageSuite, ByteCapacitySuite):
     def make_storage(self) -> Iterator[MakeStorage]:
         with over_memories(lambda memory: Compressed(memory(0), "zstd")) as make:
             yield make
+
+    @pytest.fixture
+    def damages(self) -> dict[str, Damage]:
+        """Also by an encoded record that cannot be expanded."""
+        inner = memory()
+        put_all(Compressed(inner, "zstd"), {"a": a_record("zeros", OBJECT_BYTES // 2)[1]})
+        broken = bytearray(get(inner, "a") or b"")
+        broken[HEADER_BYTES + 16] ^= 0xFF  # of the first plane
+
+        def damage(storage: Storage, name: str) -> None:
+            (stored,) = memories(storage)
+            assert stored.delete([name]) == put(stored, **{name: bytes(broken)}) == [True]
+
+        return in_memory() | {"a broken record": damage}
 
 
 # --- the same records

@@ -9,6 +9,13 @@ from kvarve.testing.suite_tools import MakeStorage, holds
 from kvarve.testing.suite_use import OBJECT_BYTES, UseSuite
 
 Damage = Callable[[Storage, str], object]
+# What another program may have written in an object's place, where that is bytes.
+OTHER_BYTES = {
+    "another program's bytes": b"x" * OBJECT_BYTES,
+    "fewer bytes": b"x" * (OBJECT_BYTES // 3),
+    "more bytes": b"x" * (3 * OBJECT_BYTES),
+    "no byte": b"",
+}
 
 
 def read(storage: Storage, names: Sequence[str]) -> list[bytes | None]:
@@ -59,4 +66,4 @@ class DamageSuite(UseSuite):
             storage.drop()
 
 
-__all__ = ["Damage", "DamageSuite"]
+__all__ = ["OTHER_BYTES", "Damage", "DamageSuite"]

@@ -134,6 +134,10 @@ class Folder:
                 self._files.popitem(last=False)
         return file
 
+    def marker(self) -> File:
+        """The file that makes the folder a store. OSError."""
+        return self._open(_MARKER, create=False)
+
     def _open(self, name: str, create: bool) -> File:
         disk, root, closing = self.disk, self.root, self._closing
         try:

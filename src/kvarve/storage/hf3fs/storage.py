@@ -160,7 +160,7 @@ class Hf3fsStorage(Storage):
         folder, reader = self._folder_in_place(), secrets.randbits(63)
         sizes: list[int | None] = [None] * len(names)
         moves: dict[int, Move] = {}
-        gone: list[int] = []
+        gone, failed = list[int](), list[OSError]()
         found = self._metadata.lookup(names, reader, min(left_s(), _PATIENCE_S) + _GRACE_S)
         try:
             for number, it in enumerate(found):
@@ -170,6 +170,9 @@ class Hf3fsStorage(Storage):
                     file = folder.file(it.slot.extent)
                 except FileNotFoundError:
                     gone.append(number)
+                    continue
+                except OSError as error:
+                    failed.append(error)
                     continue
                 title = Title(self._owner, names[number], it.slot, it.size_bytes)
                 moves[number] = Move(file, offset(it.slot), (into[number][: it.size_bytes],), title)
@@ -197,11 +200,23 @@ class Hf3fsStorage(Storage):
             with suppress(StorageError):
                 slots = [it.slot for number in gone if (it := found[number]) is not None]
                 self._metadata.delete([names[number] for number in gone], slots)
-        failed = [move.trouble for move in moves.values() if move.trouble and move.trouble.errno not in _LOST]
+        tried = len(failed) + len(moves)
+        failed += [move.trouble for move in moves.values() if move.trouble and move.trouble.errno not in _LOST]
         self._count("unreadable", len(failed))
-        if failed and len(failed) == len(moves):
+        if failed and len(failed) == tried and not self._can_read(folder, failed):
             raise StorageError(f"{self._path}: read {done} of {all_names} objects: {failed[0]}") from failed[0]
         return sizes
+
+    def _can_read(self, folder: Folder, failed: Sequence[OSError]) -> bool:
+        """Whether the store can be read, so that reads which failed are of single objects and no trouble of all."""
+        if any(error.errno != errno.EIO for error in failed):
+            return False
+        try:
+            look = Move(folder.marker(), 0, (), None)
+        except OSError:
+            return False
+        self._engine.read([look])
+        return look.trouble is None or isinstance(look.trouble, Short)  # it is shorter than a header
 
     # --- writing
 
