@@ -15,7 +15,8 @@ from kvarve.storage import Storage, StorageUsage
 from kvarve.storage.mooncake.settings import Settings
 from kvarve.storage.mooncake.storage import MooncakeStorage
 from kvarve.testing import suite
-from kvarve.testing.suite import LABEL, OTHER_LABEL, MakeStorage, StorageSuite, get, put
+from kvarve.testing.suite import LABEL, OTHER_LABEL, Damage, MakeStorage, StorageSuite, get, put
+from kvarve.testing.suite_damage import OTHER_BYTES
 
 _tests = itertools.count()
 
@@ -77,6 +78,16 @@ class TestMooncakeStorage(StorageSuite):
         yield make
         for storage in opened:
             closing.submit(storage.close)
+
+    @pytest.fixture
+    def damages(self) -> dict[str, Damage]:
+        def replaced(data: bytes) -> Damage:
+            def damage(storage: Storage, name: str) -> None:
+                assert storage.delete([name]) == put(storage, **{name: data}) == [True]
+
+            return damage
+
+        return {what: replaced(data) for what, data in OTHER_BYTES.items()}
 
     def test_pages_of_another_model_are_refused_and_kept(self, make_storage: MakeStorage) -> None:
         storage, other = make_storage(), make_storage(label=OTHER_LABEL, description="model B")

@@ -1,11 +1,12 @@
 """The client without a master: a library that imitates the real one, and settings from every source."""
 
+import ctypes
 import json
 import mmap
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,6 +182,71 @@ def test_a_get_that_failed_soon_has_left_nothing_behind_and_the_client_stays(wor
     world.made[0].batch_get_into = lambda *_: [TRANSFER_FAILED]  # type: ignore[method-assign]
     assert client.get(["a"], [0], [1]) == [TRANSFER_FAILED]
     assert not world.made[0].closed
+
+
+# --- one object of a call
+
+PAGE = b"0123456789"
+
+
+def answering(world: World, call: str, *codes: int) -> MooncakeStorage:
+    """A storage whose library answers these codes, one for each key, and above zero fills the buffer."""
+    storage = world.storage()
+
+    def answer(keys: list[str], addresses: Sequence[int] = (), *_: object) -> list[int]:
+        told = [codes[int(key[-1])] for key in keys]
+        for code, address in zip(told, addresses, strict=False):
+            if code > 0:
+                ctypes.memmove(address, PAGE, code)
+        return told
+
+    setattr(world.made[0], call, answer)
+    return storage
+
+
+@pytest.mark.parametrize("code", [-1, -10, -400, -601, -701, -702, -713, TRANSFER_FAILED, -1300])
+def test_an_object_that_cannot_be_read_is_missing_and_of_a_call_without_another_it_is_trouble(
+    world: World, code: int
+) -> None:
+    storage, names = answering(world, "batch_get_into", 10, code, 10), ["a0", "a1", "a2"]
+    buffers = [memoryview(bytearray(10)) for _ in names]
+    assert storage.get(names, buffers) == [10, None, 10]
+    assert [bytes(view) for view in buffers[::2]] == [PAGE] * 2
+    assert storage.counts["unreadable"] == 1
+    with pytest.raises(StorageError, match=rf"owners do not answer \({code}\)"):
+        storage.get(["a1"], buffers[:1])
+
+
+@pytest.mark.parametrize("code", [-801, -1100, -1102, -1200], ids=["checksum", "file", "read", "bucket"])
+def test_an_object_of_which_the_owner_says_that_it_is_damaged_is_too_short_and_no_trouble(
+    world: World, code: int
+) -> None:
+    storage = answering(world, "batch_get_into", code, 10)
+    buffers = [memoryview(bytearray(10)) for _ in range(2)]
+    assert storage.get(["a0"], buffers[:1]) == [0], "so its reader deletes it"
+    assert storage.get(["a0", "a1"], buffers) == [0, 10]
+    assert bytes(buffers[1]) == PAGE
+    assert storage.counts == {"damaged": 2, "unreadable": 0}
+
+
+def test_an_object_that_is_not_taken_or_not_removed_costs_no_other(world: World) -> None:
+    storage, data = answering(world, "batch_put_from", OK, -600, -200), [memoryview(PAGE)] * 3
+    assert storage.put(["a0", "a1", "a2"], data) == [True, False, False]
+    assert storage.put(["a1", "a2"], data[:2]) == [False, False]
+    assert (storage.counts["not taken"], storage.counts["no space"]) == (2, 2)
+    with pytest.raises(StorageError, match=r"no owner takes them \(-600\)"):
+        storage.put(["a1"], data[:1])
+    world.made[0].remove = lambda key: -1 if key.endswith("1") else OK  # type: ignore[method-assign]
+    assert storage.delete(["a0", "a1"]) == [True, False]
+    with pytest.raises(StorageError, match=r"deleted 0 of 1 objects \(-1\)"):
+        storage.delete(["a1"])
+
+
+def test_an_object_of_which_the_master_cannot_tell_is_missing_and_all_are_trouble(world: World) -> None:
+    storage = answering(world, "batch_is_exist", 1, -400, 0)
+    assert storage.exists(["a0", "a1", "a2"]) == [True, False, False]
+    with pytest.raises(StorageError, match="cannot tell which objects exist: -400"):
+        storage.exists(["a1"])
 
 
 def test_memory_is_registered_by_the_next_call_and_once(world: World) -> None:

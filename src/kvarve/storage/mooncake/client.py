@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 NO_ROOM, INVALID, NOT_READY, NOT_FOUND, ALREADY_THERE = -200, -600, -703, -704, -705
 HAS_LEASE, LEASE_EXPIRED, IN_REPLICATION, NO_REPLICA, GONE, BUSY = -706, -707, -708, -710, -712, -714
 TRANSFER_FAILED, BAD_CHECKSUM = -800, -801
+NO_FILE, FILE_UNREADABLE, NO_BUCKET = -1100, -1102, -1200  # of an object that its owner has on a disk
 MISSING = frozenset({NOT_READY, NOT_FOUND, LEASE_EXPIRED, NO_REPLICA, GONE})
 HELD = frozenset({HAS_LEASE, IN_REPLICATION, BUSY})
-UNREADABLE = frozenset({TRANSFER_FAILED, BAD_CHECKSUM})
+DAMAGED = frozenset({BAD_CHECKSUM, NO_FILE, FILE_UNREADABLE, NO_BUCKET})
 _OUTAGES = range(-1099, -899)  # the master does not answer, or refuses for now
 
 # The library reads these from the environment at its first use; values set by the user stay. The second and third end a
@@ -111,14 +112,15 @@ class Client:
             self._lent.append(memory)
 
     def exists(self, keys: list[str]) -> list[int]:
-        """1 or 0 for each. StorageError for any other code: as a miss it would have a stored page computed again."""
+        """1 or 0 for each, 0 for one of which the master cannot tell. StorageError: it can tell of none."""
         with self._entered() as raw:
             codes: list[int] = raw.store.batch_is_exist(keys)
         if min(codes, default=0) < 0:
-            self._heard(codes)
-            raise StorageError(
-                f"the Mooncake master at {self._settings.master} cannot tell which objects exist: {min(codes)}"
-            )
+            if max(self._heard(codes)) < 0:
+                raise StorageError(
+                    f"the Mooncake master at {self._settings.master} cannot tell which objects exist: {min(codes)}"
+                )
+            codes = [max(0, code) for code in codes]
         self._suspect = False
         return codes
 
@@ -133,7 +135,7 @@ class Client:
         with _turn(self._getting), self._entered() as raw:
             start = self._clock()
             codes: list[int] = raw.store.batch_get_into(list(keys), list(addresses), list(sizes))
-        if any(code in UNREADABLE for code in codes) and self._clock() - start >= LIBRARY_PATIENCE_S:
+        if TRANSFER_FAILED in codes and self._clock() - start >= LIBRARY_PATIENCE_S:
             self._renew(raw)
         return self._heard(codes)
 

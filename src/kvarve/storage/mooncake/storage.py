@@ -1,8 +1,9 @@
 """Pages in a Mooncake Store: one object per name, moved between its owners and our host memory without another copy.
 
 The master knows the objects, and other machines' memory holds them; both may go away at any time. An object that cannot
-be read is a miss; a master that does not answer, or a call of which every transfer failed, is a StorageError. Readers
-check each page, so damage by Mooncake (memory reused for another object during a read) costs only misses.
+be read is a miss, and a damaged one too short; a master that does not answer, or a call of which all failed, is a
+StorageError. Readers check each page, so damage by Mooncake (memory reused for another object during a read) costs only
+misses.
 """
 
 import hashlib
@@ -17,11 +18,11 @@ from kvarve.regions import HostRegion
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_settings
 from kvarve.storage.mooncake.client import (
     ALREADY_THERE,
+    DAMAGED,
     HELD,
     INVALID,
     MISSING,
     NO_ROOM,
-    UNREADABLE,
     Client,
     address_of,
 )
@@ -100,7 +101,7 @@ class MooncakeStorage(Storage):
                 if name not in self._deleted:
                     first.setdefault(name, number)
             self._reading += 1
-        arrived = failed = 0
+        answered, failed = 0, list[int]()
         large: list[int] = []
         try:
             for places in self._placed([*first.values()], into):
@@ -112,23 +113,26 @@ class MooncakeStorage(Storage):
                 for place, code in zip(places, codes, strict=True):
                     if code >= 0:
                         sizes[place.number] = _arrived(place, into[place.number], code)
-                        arrived += 1
                     elif code == INVALID:  # larger than its buffer, which the library refuses
                         large.append(place.number)
-                    elif code in UNREADABLE:
-                        failed += 1
-                    else:
-                        self._require_miss(code, arrived, len(names))
-                if failed and not arrived:
+                    elif code in DAMAGED:  # its reader finds it too short, and deletes it
+                        sizes[place.number] = 0
+                        self.counts["damaged"] += 1
+                    elif code not in MISSING:
+                        failed.append(code)
+                answered += sum(code >= 0 or code in DAMAGED for code in codes)
+                if failed and not answered:
                     break  # an owner is gone or hangs: the rest would take as long
             for number in large:
                 sizes[number] = self._get_large(names[number], into[number])
         finally:
             with self._lock:
                 self._reading -= 1
-        self.counts["unreadable"] += failed
-        if failed and not arrived:
-            raise StorageError(f"{self._where}: read 0 of {len(names)} objects: their owners do not answer")
+        self.counts["unreadable"] += len(failed)
+        if failed and not answered:
+            raise StorageError(
+                f"{self._where}: read 0 of {len(names)} objects: their owners do not answer ({failed[0]})"
+            )
         for number, name in enumerate(names):
             other = first.get(name, number)
             size = sizes[other]
@@ -147,7 +151,7 @@ class MooncakeStorage(Storage):
         self._remove(buried)
         with self._lock:  # objects still under a lease cannot be stored anew: they are answered False
             first = {name: number for name, number in first.items() if name not in self._deleted}
-        failed = 0
+        failed, full = list[int](), 0
         sent: list[int] = []
         for places in self._placed([*first.values()], data, filled=True):
             codes = self._client.put(
@@ -158,15 +162,16 @@ class MooncakeStorage(Storage):
             for place, code in zip(places, codes, strict=True):
                 if code in (0, ALREADY_THERE):
                     sent.append(place.number)
-                elif code in UNREADABLE:
-                    failed += 1
                 elif code == NO_ROOM:
-                    self.counts["no space"] += 1
+                    full += 1
                 else:
-                    raise StorageError(f"{self._where}: stored {len(sent)} of {len(names)} objects: {code}")
-            if failed and not sent:
-                raise StorageError(f"{self._where}: stored 0 of {len(names)} objects: no owner takes them")
-        self.counts["not taken"] += failed
+                    failed.append(code)
+            if failed and not sent and not full:
+                raise StorageError(
+                    f"{self._where}: stored 0 of {len(names)} objects: no owner takes them ({failed[0]})"
+                )
+        self.counts["no space"] += full
+        self.counts["not taken"] += len(failed)
         # A put of an object that another writer has begun and never ended answers 0 and stores nothing.
         there = self.exists([names[number] for number in sent])
         self.counts["not there after a put"] += len(there) - sum(there)
@@ -258,23 +263,17 @@ class MooncakeStorage(Storage):
         (key,) = self._keys([name])
         size = self._client.size(key)
         if size < 0:
-            self._require_miss(size, 0, 1)
+            self.counts["unreadable"] += size not in MISSING
             return None
         with self._bounce_lock:
             self._have_bounce(size)
             (code,) = self._client.get([key], [address_of(self._bounce)], [size])
             if code < 0:
-                if code not in UNREADABLE | {INVALID}:
-                    self._require_miss(code, 0, 1)
+                self.counts["unreadable"] += code not in MISSING | {INVALID}
                 return None
             count = min(code, len(view))
             view[:count] = self._bounce[:count]
             return code
-
-    def _require_miss(self, code: int, done: int, count: int) -> None:
-        """StorageError unless `code` means that an object is missing."""
-        if code not in MISSING:
-            raise StorageError(f"{self._where}: read {done} of {count} objects: {code}")
 
     def _copied(self, name: str, size: int, source: memoryview, target: memoryview) -> int | None:
         """Copy an object that was read to another buffer of the same call."""
@@ -301,9 +300,10 @@ class MooncakeStorage(Storage):
                     self._deleted.add(name)
                 else:
                     self._deleted.discard(name)
-        trouble = next((code for code in codes if code < 0 and code not in HELD | MISSING), None)
-        if trouble is not None:
-            raise StorageError(f"{self._where}: deleted some of {len(names)} objects: {trouble}")
+        failed = [code for code in codes if code < 0 and code not in HELD | MISSING]
+        self.counts["not removed"] += len(failed)
+        if len(failed) == len(names):
+            raise StorageError(f"{self._where}: deleted 0 of {len(names)} objects ({failed[0]})")
         return [code == 0 or code in HELD for code in codes]
 
 
