@@ -89,6 +89,31 @@ def test_a_server_that_comes_back_empty_is_to_be_rebuilt(server: RedisServer, op
     assert there(opened(server.url()), "a") == "a"
 
 
+def test_an_entry_that_is_not_as_it_was_written_costs_its_object_and_no_other(
+    server: RedisServer, opened: Opened
+) -> None:
+    metadata = opened(server.url())
+    store(metadata, "a", "b")
+    (objects,) = (key for key in server.ask("KEYS", "*:o:*").split("\r\n") if ":o:" in key)
+    (good,) = server.ask("HGET", objects, "a").split("\r\n")[1:-1]
+    slot_bytes, number_, epoch, size = good.split()
+    values = ["", "garbage", slot_bytes, f"-{good}", f"{good} 1", "0 0 0 0", f"{2**41} 0 1 1", f"{10**20} 1 1 1"]
+    values += [f"{slot_bytes} {number_} {epoch} {2 * int(slot_bytes)}", f"{slot_bytes} {2**62} {epoch} 1", "5 5 5 5"]
+    values += [f"{slot_bytes} {int(number_) + 4}  {epoch} 1", f"{slot_bytes} {number_} {int(epoch) - 1} {size}"]
+    for value in values:
+        server.ask("HSET", objects, "a", value)
+        metadata.touch(["a", "b"])
+        reader, (found, other) = look(metadata, "a", "b")
+        metadata.release(reader)
+        assert other is not None, value
+        if found is not None:  # what is in that slot is not the object, as a reader sees who says so
+            metadata.delete(["a"], [found])
+        assert there(metadata, "a", "b") == "b", value
+        assert store(metadata, "a") == [True], value
+        assert None not in look(metadata, "a", "b")[1], value
+    assert metadata.delete(["a", "b"]) == [True, True]
+
+
 def test_a_replica_that_takes_over_gives_no_epoch_again(tmp_path: Path, opened: Opened) -> None:
     """It may know less than the server that has gone: commits are lost then, and their slots given under new epochs."""
     port = free_port()

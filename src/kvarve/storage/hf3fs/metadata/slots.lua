@@ -24,7 +24,7 @@ local QUARANTINE_US, MOST_US = 120e6, 600e6
 local MOST_PINS, MOST_SIZES, PLACES, EXTENT_BYTES = 1048576, 256, 4096, 1073741824
 local UNPACKED = 4096  -- Lua unpacks fewer than 8,000
 local EXTENTS, SPREAD, RETIRED_A_CALL, OLDER = 64, 4, 4, 2
-local MOST_NUMBER = 9007199254740992
+local MOST_NUMBER, MOST_SLOT_BYTES = 9007199254740992, 1099511627776
 
 local call = redis.call
 local time = call('TIME')
@@ -81,6 +81,26 @@ end
 
 local leaving = {}
 for _, extent in ipairs(call('SMEMBERS', P .. ':leaving')) do leaving[extent] = true end
+
+-- Where an object is; nil, and forgotten, where its value is not one that this script can have written.
+local function place_of(name, value)
+  local size, number, epoch, bytes = string.match(value, '^(%d+) (%d+) (%d+) (%d+)$')
+  local slot_bytes = tonumber(size or 0)
+  if slot_bytes > 0 and slot_bytes <= MOST_SLOT_BYTES and tonumber(bytes) <= slot_bytes
+    and tonumber(number) < MOST_NUMBER and tonumber(epoch) < MOST_NUMBER then
+    return size, number, epoch
+  end
+  call('HDEL', P .. ':o:' .. LABEL, name)
+end
+local function committed(name)
+  local value = call('HGET', P .. ':o:' .. LABEL, name)
+  if not value then return nil end
+  local size, number, epoch = place_of(name, value)
+  local e = size and entry_of(size .. ':' .. number)
+  if e and e.state == 'C' and e.label == LABEL and e.name == name and e.epoch == epoch then return e end
+  call('HDEL', P .. ':o:' .. LABEL, name)  -- there is no such object
+  return nil
+end
 
 -- the order of use
 
@@ -161,11 +181,11 @@ local function unpin(reader)
   call('HDEL', P .. ':pins', unpack(over))
   local orders = {}
   for i, value in ipairs(call('HMGET', P .. ':s', unpack(over))) do
-    if string.sub(value, 1, 1) == 'Q' then
+    if value and string.sub(value, 1, 1) == 'Q' then
       free(over[i])
-    elseif m.quota > 0 or next(leaving) then
+    elseif value and (m.quota > 0 or next(leaving)) then
       into_lru(parse_entry(over[i], value))
-    else  -- the same for many at once
+    elseif value then  -- the same for many at once; without a value there is no such slot
       local key = P .. ':lru:' .. size_of(over[i])
       orders[key] = orders[key] or {}
       table.insert(orders[key], tick())
@@ -385,9 +405,10 @@ function calls.lookup()
   unpin(reader)
   local told, slots, by_size = {}, {}, {}
   for i, found in ipairs(COUNT > 0 and call('HMGET', P .. ':o:' .. LABEL, unpack(NAMES)) or {}) do
-    told[i] = found or '0 0 0 0'
-    if found then
-      local size, number = string.match(found, '^(%d+) (%d+)')
+    local size, number
+    if found then size, number = place_of(NAMES[i], found) end
+    told[i] = size and found or '0 0 0 0'
+    if size then
       slots[#slots + 1] = size .. ':' .. number
       by_size[size] = by_size[size] or {}
       table.insert(by_size[size], slots[#slots])
@@ -414,8 +435,9 @@ end
 function calls.touch()
   for i = COUNT, 1, -1 do
     local found = call('HGET', P .. ':o:' .. LABEL, NAMES[i])
-    if found then
-      local size, number = string.match(found, '^(%d+) (%d+)')
+    local size, number
+    if found then size, number = place_of(NAMES[i], found) end
+    if size then
       local slot, at = size .. ':' .. number, tick()
       call('ZADD', P .. ':lru:' .. size, 'XX', at, slot)
       if m.quota > 0 and group_of(NAMES[i]) then
@@ -424,13 +446,6 @@ function calls.touch()
     end
   end
   return {}
-end
-
-local function committed(name)
-  local found = call('HGET', P .. ':o:' .. LABEL, name)
-  if not found then return nil end
-  local size, number = string.match(found, '^(%d+) (%d+)')
-  return entry_of(size .. ':' .. number)
 end
 
 -- the names alone, or the slots in which they are to be deleted, too
