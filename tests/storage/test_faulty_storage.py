@@ -9,7 +9,7 @@ import pytest
 from kvarve.errors import StorageError
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage, MakeStorage, Rule, StorageSuite
-from kvarve.testing.suite import LABEL, get, put
+from kvarve.testing.suite import LABEL, Damage, get, put
 
 
 def faulty(*rules, seed=0, **more):
@@ -30,6 +30,10 @@ class TestFaultyStorageWithoutRulesIsItsInner(StorageSuite):
         yield make
         for storage in opened:
             storage.close()
+
+    @pytest.fixture
+    def damages(self) -> dict[str, Damage]:
+        return {"a flip": FaultyStorage.flip, "a cut": FaultyStorage.truncate}
 
 
 def test_the_third_put_fails_and_only_that():

@@ -88,8 +88,6 @@ class TestRedisStorage(StorageSuite, TtlSuite):
         commands = {
             "a list": ("RPUSH", "a", "b"),
             "a hash": ("HSET", "field", "value"),
-            "a set": ("SADD", "member"),
-            "a sorted set": ("ZADD", "1", "member"),
             "a stream": ("XADD", "*", "field", "value"),
             "a counter": ("INCR",),
         } | {what: ("SET", data.decode()) for what, data in OTHER_BYTES.items()}

@@ -50,6 +50,8 @@ class DamageSuite(UseSuite):
             damage(storage, together[2])
             for _ in range(4):  # nothing else is asked for meanwhile
                 assert read(storage, [alone]) != whole[:1], what
+            (size,) = storage.get([alone], [memoryview(bytearray(OBJECT_BYTES))])
+            assert size is not None or storage.exists([alone]) == [False], f"{what}: its caller would not delete it"
             found = read(storage, together)
             assert found[2] != whole[3], what
             assert [found[i] for i in others] == [whole[i + 1] for i in others], what
