@@ -193,6 +193,8 @@ def test_a_damaged_object_that_cannot_be_deleted_is_missing_until_it_is(memory: 
     assert slots.load(objects)[0] is False
     assert sick.exists([KV.name(KEYS[0])]) == [True]
     assert objects.exists([KV], [KEYS[:2]]) == [[False, True]]
+    more = Slots(keys=[KEYS[0], b"x" * 32, b"y" * 32])
+    assert more.store(objects) == [False, True, True], "and costs no other object of its call"
     sick.rules = []
     assert slots.store(objects) == [True] * 12
     assert objects.exists([KV], [KEYS[:2]]) == [[True, True]]

@@ -349,10 +349,18 @@ class Objects:
             damaged = [name for name in names if name in self._damaged]
 
         def put() -> list[bool]:
+            left: Sequence[str] = ()
             if damaged:
-                storage.delete(damaged)
-                self._healed(damaged)
-            return storage.put(names, records)
+                try:
+                    storage.delete(damaged)
+                    self._healed(damaged)
+                except StorageError as e:  # what is there stays; the others can be stored
+                    log.debug("damaged objects could not be deleted: %s", e)
+                    left = damaged
+            good = [i for i, name in enumerate(names) if name not in left]
+            stored = storage.put([names[i] for i in good], [records[i] for i in good])
+            done = {i for i, it in zip(good, stored, strict=True) if it}
+            return [i in done for i in range(len(names))]
 
         return self._start("put", put, partial(self._buffers.give_back, buffer))
 
