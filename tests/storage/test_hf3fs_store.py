@@ -198,6 +198,8 @@ def test_a_file_that_cannot_be_opened_costs_its_own_objects_alone(stores: Stores
     assert all(size is None or view == page for size, view, page in zip(sizes, buffers, data, strict=True))
     with pytest.raises(StorageError, match=f"read 0 of 2 objects: .*{bad.name}"):
         storage.get([name for name, size in zip(names, sizes, strict=True) if size is None], buffers[:2])
+    more = [f"more-{i}" for i in range(8)]
+    assert sorted(storage.put(more, data)) == [False] * 2 + [True] * 6
     bad.rmdir()
     (stores.folder / "aside").rename(bad)
     assert storage.get(names, buffers) == [100] * 8

@@ -237,16 +237,17 @@ class Hf3fsStorage(Storage):
         slots = self._reserved(folder, request, names, sizes)
         moves: dict[int, Move] = {}
         unwritten = {number: slot for number, slot in enumerate(slots) if not isinstance(slot, bool)}
-        answers, full = [slot is True for slot in slots], 0
+        answers, full, failed = [slot is True for slot in slots], 0, list[OSError]()
         try:
             for number, slot in unwritten.items():
                 title = Title(self._owner, names[number], slot, sizes[number])
                 try:
                     file = folder.file(slot.extent, create=True)
                 except OSError as error:
-                    if error.errno not in FULL:
-                        raise
-                    full += 1
+                    if error.errno in FULL:
+                        full += 1
+                    else:
+                        failed.append(error)
                     continue
                 moves[number] = Move(file, offset(slot), data[number], title)
             self._engine.write([*moves.values()])
@@ -267,11 +268,12 @@ class Hf3fsStorage(Storage):
             if unwritten:
                 with suppress(StorageError):  # then the reservation ends at its deadline
                     self._metadata.abort(request, [*unwritten.values()])
-        troubles = [move.trouble for number, move in moves.items() if number in unwritten]
-        failed = [error for error in troubles if error is not None and error.errno not in FULL]
-        self._count("no space", full + len(troubles) - len(failed))
+        troubles = [move.trouble for number, move in moves.items() if number in unwritten and move.trouble is not None]
+        failed += [error for error in troubles if error.errno not in FULL]
+        self._count("no space", full + sum(error.errno in FULL for error in troubles))
         self._count("unwritten", len(failed))
-        if failed:
+        wrote = any(answers[number] for number in moves)
+        if failed and (not wrote or any(error.errno == errno.ETIMEDOUT for error in failed)):  # it hangs, or has failed
             told = done + sum(answers)
             raise StorageError(f"{self._path}: stored {told} of {all_names} objects: {failed[0]}") from failed[0]
         return answers
