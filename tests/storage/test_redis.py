@@ -175,6 +175,24 @@ def test_more_than_may_be_under_way_at_once_is_read(opened):
     assert buffers == data
 
 
+def test_of_a_value_that_is_far_too_long_no_more_is_read_than_its_buffer_takes(server, opened):
+    storage = opened()
+    names = ["a", "long", "b", "longer", "c"]
+    assert all(put(storage, **{name: name.encode() for name in names}))
+    for name in ("long", "longer"):
+        server.ask("SETRANGE", storage._key(name).decode(), str(64 << 20), "x")
+    before = sent(server)
+    buffers = [memoryview(bytearray(8)) for _ in names]
+    assert storage.get(names, buffers) == [1, (64 << 20) + 1, 1, (64 << 20) + 1, 1]
+    assert [bytes(view).rstrip(b"\0") for view in buffers] == [name.encode() for name in names]
+    assert sent(server) - before < 16 << 20
+    assert storage.delete(names) == [True] * 5
+
+
+def sent(server: RedisServer) -> int:
+    return int(server.ask("INFO", "stats").partition("total_net_output_bytes:")[2].split()[0])
+
+
 # --- what a URL may say
 
 

@@ -63,6 +63,8 @@ class RedisStorage(Storage):
                         sent += 1
                     wire.send([b"".join(command(b"GET", self._key(names[part[j]])) for j in range(first, sent))])
                 sizes.append(self._size(wire, into[i]))
+                if wire.closed:  # the rest is asked by another one
+                    break
                 ahead_bytes -= into[i].nbytes
             return sizes
 
@@ -189,9 +191,11 @@ class RedisStorage(Storage):
         errors: list[StorageError] = []
         parts = self._servers.by_server([self._key(name) for name in names])
         for server, part in parts:
+            found: list[T | Refused | None] = []
             try:
-                with self._servers.wire(server) as wire:
-                    found = ask(wire, part)
+                while len(found) < len(part):
+                    with self._servers.wire(server) as wire:
+                        found += ask(wire, part[len(found) :])
                 refusals = [answer for answer in found if isinstance(answer, Refused)]
                 if len(refusals) == len(part):
                     raise refusals[0]

@@ -19,6 +19,7 @@ _LINES_BYTES = 16 << 10  # read ahead: short answers, and at most so much of a p
 _LONGEST_LINE = 64 << 10
 _LONGEST_TEXT = 1 << 20
 _NUMBER = re.compile(rb"-?[0-9]{1,19}")
+_MOST_SKIPPED = 4 << 20  # of a value that is longer than its buffer
 _LARGE = 64 << 10  # of a piece that is sent alone, without a copy
 
 
@@ -125,12 +126,17 @@ class Wire:
         return cursor, [self.text() for _ in range(self._told(b"*"))]
 
     def payload(self, into: memoryview) -> int | None:
-        """The whole size of a value, which is read as far as the buffer goes; None if there is none. Refused."""
+        """The whole size of a value, which is read as far as the buffer goes; None if there is none. Refused. Behind a
+        value with far more bytes the wire is closed, which is faster than to wait for them."""
         size = self._told(b"$")
         if size < 0:
             return None
         self._into(into[:size])
-        self._skip(max(0, size - into.nbytes) + 2)
+        rest = max(0, size - into.nbytes)
+        if rest > _MOST_SKIPPED:
+            self.close()
+        else:
+            self._skip(rest + 2)
         return size
 
     def _told(self, kind: bytes) -> int:
