@@ -41,6 +41,7 @@ class Standing(NamedTuple):
     reads: bool
     phase: Phase
     claimed: bool
+    asked_again: bool
     promised: int
     holds: bool
     boundary: int

@@ -219,7 +219,7 @@ class Core(Growing):
                 self._verified(event)
                 continue
             op = self._began(event) if isinstance(event, Began) else self._apply(event)
-            moved = moved or (op is not None and op.edge in (PROBE, FETCH) and not op.void)
+            moved = moved or (op is not None and self._makes_way(op))
         if moved:
             self.prefetch.moved()
         self.backups.send_staged()
@@ -346,6 +346,12 @@ class Core(Growing):
             for lease in op.waiting(event.op):
                 self.prefetch.began(lease)
         return op
+
+    def _makes_way(self, op: Op) -> bool:
+        """Whether those that wait behind a copy from storage come nearer to their turn; probes of requests that are only
+        asked about again never end."""
+        again = op.edge == PROBE and op.lease is not None and op.lease.asked_again
+        return op.edge in (PROBE, FETCH) and not op.void and not again
 
     def _ends_no_store(self, event: Event) -> bool:
         op = self.copies.ops.get(event.op)

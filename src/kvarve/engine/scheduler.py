@@ -315,6 +315,9 @@ class Scheduler(Generic[Each]):
         if self._release_others(first) or first.rejected_at is not None:
             first.rejected_at = None
             return True
+        if first.lease.holds:  # what came from storage for it may hold what it needs itself
+            self._wait_again(first)
+            return True
         first.stalled_s = self._clock() if first.stalled_s is None else first.stalled_s
         stalled = self._clock() - first.stalled_s >= STALL_S
         if stalled:
