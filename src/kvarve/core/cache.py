@@ -348,7 +348,7 @@ class Core(Growing):
         return op
 
     def _makes_way(self, op: Op) -> bool:
-        """Whether those that wait behind a copy from storage come nearer to their turn; probes of requests that are only
+        """Whether those behind a copy from storage come nearer to their turn; probes of requests that are only
         asked about again never end."""
         again = op.edge == PROBE and op.lease is not None and op.lease.asked_again
         return op.edge in (PROBE, FETCH) and not op.void and not again
