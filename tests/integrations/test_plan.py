@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 import pytest
-from simulated_vllm import ROTTEN, SimulatedVllm, Status
+from simulated_vllm import ROTTEN, SimulatedRequest, SimulatedVllm, Status
 
 from kvarve.config import CacheConfig
 from kvarve.core.effects import Copy
@@ -176,6 +176,45 @@ def test_pages_come_back_from_storage_after_a_restart() -> None:
     second.run()
     assert request.external == [64]
     settled(second)
+
+
+def test_each_page_of_storage_is_read_once_for_eight_requests() -> None:
+    storage: dict = {}  # type: ignore[type-arg]
+    ask(engine((FULL,), storage=storage), prompt(100), "first")
+    sim = engine((FULL,), storage=storage, running=8)
+    requests = [sim.add(f"{at}", prompt(100)) for at in range(8)]
+    sim.run()
+    assert sim.worker.seen["storage to host"] == 6
+    assert all(request.external == [96] for request in requests)
+    settled(sim)
+
+
+def test_a_request_without_room_finds_what_has_come_to_the_host_since_it_was_asked_about() -> None:
+    sim = engine()
+    waits = SimulatedRequest("waits", prompt(70), 1, PAGE)
+    assert sim.planner.ask(waits, 0, sim.now) == 0
+    ask(sim, prompt(70), "other")
+    assert sim.planner.ask(waits, 0, sim.now) == 64
+    sim.planner.finished("waits")
+    settled(sim)
+
+
+def test_a_request_without_room_is_looked_up_in_storage_ever_less_often() -> None:
+    storage: dict = {}  # type: ignore[type-arg]
+    sim, waits = engine(storage=storage), SimulatedRequest("waits", prompt(70), 1, PAGE)
+    asked = []
+    for _ in range(200):
+        asked += [sim.now] if sim.planner.ask(waits, 0, sim.now) is None else []
+        sim.step()
+    assert asked == [0, 1, 2, 4, 8, 16, 32]
+    ask(engine(storage=storage), prompt(70), "elsewhere")
+    sim.now += 50.0
+    assert sim.planner.ask(waits, 0, sim.now) is None
+    while (found := sim.planner.ask(waits, 0, sim.now)) is None:
+        sim.step()
+    assert found == 64
+    sim.planner.finished("waits")
+    settled(sim)
 
 
 def test_a_page_that_is_bad_in_storage_is_computed_again_and_stored_again() -> None:

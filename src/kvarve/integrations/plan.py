@@ -25,13 +25,14 @@ import numpy.typing as npt
 from kvarve.boundaries import members, needed, ones, union
 from kvarve.core.effects import Copy, Ended, Page
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.prefetch import LOOK_AGAIN_S
 from kvarve.core.reasons import Reason
 from kvarve.errors import ConfigError
 from kvarve.handles import NULL_BLOCK, blocks_of, handle_of
 from kvarve.keys import TOKEN_BYTES
 from kvarve.messages import Order, Report
 from kvarve.model import Tier, window_lookback
-from kvarve.scheduler import CacheScheduler
+from kvarve.scheduler import CacheScheduler, Prompt
 
 HASH_WORDS = 8  # the longest hash of a page, in tokens
 
@@ -147,6 +148,8 @@ class _Standing:
     lease: Lease
     computed: int  # the engine's own prefix when it asked, in tokens
     named: int  # pages whose names the lease has
+    asked_s: float  # when it was looked up last
+    waits_s: float = 0.0  # how long the engine had been asking by then, without room for it
     claimed: int = 0  # the boundary that was claimed and is being loaded, in pages
     allocated: bool = False  # the engine has said which blocks the request has
     landed: int = 0  # pages before it have been in the host, of all groups that need every page
@@ -197,13 +200,16 @@ class BlockPlanner:
         The answer is a promise until the request is asked about again, finishes, or gets blocks.
         """
         self._now = now
-        standing = self._standing.get(request.request_id)
-        if standing is not None and (standing.allocated or standing.computed != computed):
-            # It was preempted, its load failed, or the engine's own cache has changed: what was claimed is void.
+        standing, waits_s = self._standing.get(request.request_id), 0.0
+        if standing is not None and not standing.allocated and self._may_find_more(standing):
+            waits_s = standing.waits_s + now - standing.asked_s
+        if standing is not None and (standing.allocated or standing.computed != computed or waits_s):
+            # It was preempted, its load failed, or what there is of it has changed: what was claimed is void.
             self._close(request.request_id)
             standing = None
         if standing is None:
             standing = self._open(request, salt, computed, read and not computed % self._page)
+            standing.waits_s = waits_s
         lease = standing.lease
         if not self._scheduler.claim(lease) and lease.phase is not Phase.OFFERED:
             return None
@@ -322,6 +328,18 @@ class BlockPlanner:
             for pool, handle in release.pages:
                 self._freed += self._blocks(pool, handle)
 
+    def _may_find_more(self, standing: _Standing) -> bool:
+        """Whether a request for which the engine has no room yet is worth another look: more pages are in the host than
+        it was offered, or storage was asked long ago. Ever less often, as the engine lets others go first meanwhile."""
+        lease, waited_s = standing.lease, self._now - standing.asked_s
+        if not lease.reads or lease.phase not in (Phase.READY, Phase.OFFERED) or not waited_s:
+            return False
+        if self._scheduler.storage_up and waited_s >= max(LOOK_AGAIN_S, standing.waits_s):
+            return True
+        prompt = Prompt(lease.root, lease.tokens, self._page)
+        more = self._scheduler.lookup(prompt, present=lease.outside).memory - lease.boundary
+        return more * self._page >= max(1, self._scheduler.config.policies.load_at_least)
+
     def _explain(self, standing: _Standing) -> None:
         """Count why a request's tokens were cached or not; of one that is preempted or fails to load, once."""
         self._explained.add(standing.request.request_id)
@@ -343,7 +361,7 @@ class BlockPlanner:
         prompt = self._scheduler.prompt(words, f"{self._epoch} {salt}" if self._epoch or salt else "")
         lease = self._scheduler.open(prompt, read=read, present=present)
         self._scheduler.claim(lease, present)
-        standing = self._standing[request.request_id] = _Standing(request, salt, lease, computed, named)
+        standing = self._standing[request.request_id] = _Standing(request, salt, lease, computed, named, self._now)
         return standing
 
     def _words(self, request: Request, start: int, stop: int) -> npt.NDArray[np.uint32]:
