@@ -48,6 +48,7 @@ class Resuming(State):
         boundary = deepest(self.paths.legal(memory, lease))
         if not late and boundary >= lease.promised and not (self.now > lease.looked_s and self._stored(lease, known)):
             return False
+        lease.looked_s, lease.promised = self.now, boundary
         lease.asked_again = self.prefetch.ask(lease, boundary, memory)
         return lease.asked_again
 
