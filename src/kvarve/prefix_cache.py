@@ -105,8 +105,9 @@ class PrefixCache:
         priority: int = 0,
         ticket: Ticket | None = None,
         unix_s: float = 0.0,
+        again: bool = False,
     ) -> Lease:
-        lease = self.scheduler.open(tokens, salt, read, priority, ticket, unix_s)
+        lease = self.scheduler.open(tokens, salt, read, priority, ticket, unix_s, (), again)
         self._send()
         return lease
 

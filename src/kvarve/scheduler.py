@@ -116,13 +116,15 @@ class CacheScheduler:
         ticket: Ticket | None = None,
         unix_s: float = 0.0,
         present: Sequence[int] = (),
+        again: bool = False,
     ) -> Lease:
         """Open a lease for a request that begins to wait: its pages in storage are prefetched. With `read` false it
         resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority.
 
         With a `ticket` it waits for storage, if need be, until the ticket's time, but no longer than for a call that
         hangs; `unix_s` is the Unix time of the request, on all ranks the same. ConfigError for a ticket of another
-        prompt, salt, model, layout or sharding. `present`: what an engine has of the prompt, as in `lookup`.
+        prompt, salt, model, layout or sharding. `present`: what an engine has of the prompt, as in `lookup`. `again`:
+        the request has had another lease for this prompt (see `Core.open`).
         """
         known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
         patience, expected = self.config.policies.patience(), (0, 0.0)
@@ -132,7 +134,7 @@ class CacheScheduler:
             patience = replace(patience, base_s=max(patience.base_s, coming_s))
             expected = ticket.boundary, max(0.0, coming_s)
         named = known.keys if ticket is not None else b""
-        rest = patience, read, priority, present, expected, named, known.heads
+        rest = patience, read, priority, present, expected, named, known.heads, again
         lease = self.core.open(known.root, known.tokens, self.now, *rest)
         if not self.now:
             self._early.append(lease)

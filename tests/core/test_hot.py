@@ -193,3 +193,11 @@ def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(seed: int) -> No
             assert root == each.root and (hit.device == each.pages) == (each.resumes is DEVICE)
             assert (hit.memory == each.pages) == (each.resumes is not None)
             assert each.pages - each.device <= each.host or not each.resumes
+
+
+def test_a_prompt_that_its_request_reads_again_is_no_hit() -> None:
+    world = watched(device=64)
+    world.request(prompt(4))
+    for again in (False, True, True):
+        world.compute(world.open(prompt(4), again=again))
+    assert [hits for _, hits, *_ in hottest(world)] == [1]

@@ -92,6 +92,16 @@ def test_a_selective_backup_waits_for_enough_uses() -> None:
     assert world.resident(HOST) == 4
 
 
+def test_samples_of_one_prompt_are_one_use() -> None:
+    world = World(config=config(ATTENTION, host=64, write_policy="write_through_selective", selective_uses=2))
+    leases = [world.open(prompt(4), again=again) for again in (False, True, True)]
+    for lease in leases:
+        world.compute(lease)
+    assert [lease.boundary for lease in leases] == [0, 4, 4] and world.resident(HOST) == 0
+    world.request(prompt(4))
+    assert world.resident(HOST) == 4
+
+
 def test_a_request_that_publishes_in_parts_is_one_use() -> None:
     world = World(config=config(ATTENTION, host=64, write_policy="write_through_selective", selective_uses=2))
     world.request(prompt(4), chunks=4)

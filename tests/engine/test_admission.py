@@ -250,3 +250,16 @@ def test_a_running_engine_answers_a_prompt_that_fills_the_device(make: Make) -> 
     engine = make(model, device=room_for(model, 9 * PAGE))
     request = engine.submit(a_request(a_prompt(engine.cache.capacity_tokens()), 1))
     assert request.result(LONG_S)[2].finish is Finish.LENGTH
+
+
+def test_a_request_that_was_preempted_is_one_use_of_its_pages(make: Make) -> None:
+    engine, prompt = make(start=False), a_prompt(3 * CHUNK + 5)
+    engine.cache.watch()
+    by_hand(engine, a_request(prompt, 1))
+    request = engine.submit(a_request(prompt, 9))
+    for _ in range(2):
+        turns(engine, lambda: bool(engine.scheduler.running))
+        engine.scheduler.preempt(engine.scheduler.running[0])
+    turns(engine, lambda: engine.counts.finished == 2)
+    assert request.result(0.1)[2].finish is Finish.LENGTH and engine.counts.preempted == 2
+    assert [each.hits for each in engine.cache.hottest(9)] == [1]

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines import Make, a_prompt, a_request, alone, by_hand
+from engines import CHUNK, Make, a_prompt, a_request, alone, by_hand, turns
+from kvarve.core.reasons import HITS
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Request, Sampling
 from kvarve.errors import Busy, ConfigError
@@ -85,6 +86,38 @@ def test_a_prompt_is_looked_at_once_however_many_answers_it_gets(make: Make) -> 
     with pytest.raises(ConfigError, match="max_tokens 2000"):
         engine.submit(Request(twice, Sampling(2)), Request(twice, Sampling(2000)))
     assert twice.looks == 1
+
+
+def test_of_several_samples_the_first_to_begin_says_what_was_cached_of_their_prompt(make: Make) -> None:
+    engine, prompt = make(start=False), a_prompt(3 * CHUNK)
+    first = Request(prompt, Sampling(2))
+    more = [Request(prompt, Sampling(2), sample_of=first.number) for _ in range(3)]
+    engine.submit(first, *more)
+    engine.abort(first)  # it never begins
+    turns(engine, lambda: engine.counts.finished == 4)
+    usages = [one.result(0.1)[2].usage for one in (first, *more)]
+    assert all(usage is not None and usage.cached == 0 for usage in usages)
+    counts = engine.counts
+    assert counts.prompt_tokens == counts.request_prompt_tokens.sum == len(prompt)
+    told = {reason.value: tokens for reason, tokens in counts.reasons.items() if tokens}
+    assert told.pop("another_sample") == 2 * len(prompt) and sum(told.values()) == len(prompt)
+    assert not told.keys() & {hit.value for hit in HITS}
+    for rate, tokens in ((counts.admitted_rate, len(prompt)), (counts.cached_rate, 0)):
+        assert sum(amount for _, amount in rate._ring) == tokens
+
+
+def test_a_sample_of_another_prompt_is_refused(make: Make) -> None:
+    engine, first = make(start=False), a_request([1, 2, 3], 1)
+    for odd in (
+        a_request([1, 2, 3], 1, sample_of=first.number),  # equal tokens, but not the same request's
+        a_request(first.prompt, 1, sample_of=first.number, salt="another"),
+        a_request(first.prompt, 1, sample_of=first.number + 99),
+    ):
+        with pytest.raises(ConfigError, match=r"has another prompt, or does not come before its sample"):
+            engine.submit(first, odd)
+    with pytest.raises(ConfigError, match="does not come before its sample"):
+        engine.submit(a_request(first.prompt, 1, sample_of=first.number), first)
+    assert engine.load() == (0, 0)
 
 
 def test_capacity_left_are_those_that_submit_would_take(make: Make) -> None:

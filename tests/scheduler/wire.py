@@ -39,6 +39,7 @@ class Standing(NamedTuple):
     root: bytes
     tokens: bytes
     reads: bool
+    counted: bool
     phase: Phase
     claimed: bool
     asked_again: bool

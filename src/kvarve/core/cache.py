@@ -140,6 +140,7 @@ class Core(Growing):
         expected: tuple[int, float] = (0, 0.0),
         named: bytes = b"",
         heads: bytes = b"",
+        again: bool = False,
     ) -> Lease:
         """Open a lease for a request that begins to wait: pages that memory lacks are fetched from storage to the host.
 
@@ -147,7 +148,8 @@ class Core(Growing):
         pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`. `expected`
         (boundary, seconds): another process is writing the pages before that boundary to storage, and has finished
         within that time. `named`: the keys of its first pages, as far as the caller knows them. `heads`:
-        what its full pages begin with (`keys.heads`), for `tell`.
+        what its full pages begin with (`keys.heads`), for `tell`. `again`: the request has read its prompt's
+        pages by another lease, which it gave up or has for another sample: it counts as one use of them.
         """
         self.now = now
         run, path, known = self.paths.find(root, tokens)
@@ -163,15 +165,17 @@ class Core(Growing):
             patience,
             priority,
             read,
+            again,
         )
         lease.outside, lease.looked_s = outside if read else (), now
         lease.expected, lease.expected_until, lease.named = expected[0], now + expected[1], named
         lease.heads = heads
         self.leases[lease.number] = lease
         if read:
-            if self.slot_pools.shadows:
-                self.slot_pools.saw(run, known, tokens)
-            self.slot_pools.ages.asked(run, now)
+            if not again:
+                if self.slot_pools.shadows:
+                    self.slot_pools.saw(run, known, tokens)
+                self.slot_pools.ages.asked(run, now)
             self.slot_pools.touch(run, self.paths.near(known))  # it will be read soon
             if self.copies.storage:
                 _, memory = self.paths.present(path, known, lease.outside)

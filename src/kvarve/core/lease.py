@@ -72,6 +72,7 @@ class Lease:
     """
 
     __slots__ = (
+        "again",
         "arrived",
         "ask_again",
         "ask_all",
@@ -150,6 +151,7 @@ class Lease:
         patience: Patience,
         priority: int,
         reads: bool,
+        again: bool,
     ) -> None:
         self.number = number
         self.root = root
@@ -163,6 +165,7 @@ class Lease:
         self.patience = patience
         self.priority = priority
         self.reads = reads  # else it resumes from nothing
+        self.again = again  # its request has read these pages by another lease, and counts as one use of them
         self.phase = Phase.QUEUED
         self.boundary = 0
         self.promised = 0  # the boundary that memory could serve when it was queued
@@ -232,6 +235,11 @@ class Lease:
     @property
     def ready(self) -> bool:
         return self.phase is Phase.READY
+
+    @property
+    def counted(self) -> bool:
+        """Whether its request has counted as a use of its pages, by this lease or another."""
+        return self.again or self.left is not None
 
     @property
     def on_device(self) -> bool:

@@ -40,6 +40,10 @@ class Reason(Enum):
         "unknown",
         "its page is new, or left so long ago that it is forgotten, or storage has not said whether it has it",
     )
+    ANOTHER_SAMPLE = (
+        "another_sample",
+        "in metrics alone: its prompt is counted already, for another of the n answers to the same request",
+    )
 
     def __new__(cls, name: str, meaning: str) -> "Reason":
         reason = object.__new__(cls)

@@ -161,7 +161,7 @@ class Resuming(State):
                 self._drop_loaded(lease, run)
             self.slot_pools.touch(run, self.paths.near(lease.boundary))
             self._count_use(lease, run)
-            if self.copies.storage and any(lease.fetched):
+            if self.copies.storage and any(lease.fetched) and not lease.again:
                 self._count_saved(lease)
 
     def _note_found(self, lease: Lease, path: list[Run], known: int, memory: list[int]) -> None:
@@ -191,12 +191,13 @@ class Resuming(State):
 
     def _count_use(self, lease: Lease, run: Run) -> None:
         """A request resumes: count a use of the runs that it reads, and renew their retry budgets."""
-        if self.hot is not None and (shared := min(lease.boundary, lease.known)):  # an engine may have more pages
+        shared = 0 if lease.again else min(lease.boundary, lease.known)  # an engine may have more pages
+        if self.hot is not None and shared:
             self.hot.resumed(lease.root, run, shared)
         selective = self.config.policies.write is WritePolicy.WRITE_THROUGH_SELECTIVE or self.governor.paused
         whole = selective or self.slot_pools.counts_uses or (self.copies.storage and self.backups.lacks(run))
         for each, _ in upward(run, ones(lease.boundary) if whole else self.paths.near(lease.boundary)):
-            each.uses += 1
+            each.uses += not lease.again
             each.priority = max(each.priority, lease.priority)
             each.failed_backups = 0
             each.backed_up_since_use = [0] * len(self.pools)

@@ -14,11 +14,13 @@ def _tokens() -> Histogram:
 
 @dataclass
 class EngineCounts:
-    """Tokens and seconds; histograms have one value for each request, unless they say otherwise."""
+    """Tokens and seconds; histograms have one value for each request, unless they say otherwise. A prompt of several
+    samples is counted once."""
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
-    reasons: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))  # of the prompts' tokens
+    # Of the prompts' tokens, and beside them those of further samples.
+    reasons: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     output_tokens: int = 0
     ends: dict[Finish, int] = field(default_factory=lambda: dict.fromkeys(Finish, 0))
     preempted: int = 0
@@ -57,11 +59,10 @@ class EngineCounts:
         """A request is computed from now on, for the first time."""
         job.began_s, job.queued_s = now, now - job.request.submitted_s
         self.queue_s.observe(job.queued_s)
-        assert job.reasons is not None
-        cached = job.prompt - job.uncached
-        self.request_computed_tokens.observe(job.uncached)
-        self.admitted_rate.add(now, job.prompt)
-        self.cached_rate.add(now, cached)
+        if job.counts_prompt:
+            self.request_computed_tokens.observe(job.uncached)
+            self.admitted_rate.add(now, job.prompt)
+            self.cached_rate.add(now, job.prompt - job.uncached)
 
     def sampled(self, job: Job, now: float) -> None:
         """A token of an answer."""
@@ -84,5 +85,15 @@ class EngineCounts:
         self.inference_s.observe(job.last_s - job.began_s)
         if job.output_tokens > 1:
             self.output_token_s.observe(decode_s / (job.output_tokens - 1))
-        self.request_prompt_tokens.observe(job.prompt)
+        if job.counts_prompt:
+            self.request_prompt_tokens.observe(job.prompt)
         self.request_output_tokens.observe(job.output_tokens)
+
+    def ended(self, job: Job) -> None:
+        """A request has ended, for whatever reason."""
+        if job.queued_s is None:
+            return  # it has not begun
+        if job.counts_prompt:
+            self.prompt_tokens += job.prompt
+        for reason, tokens in job.reasons.items() if job.counts_prompt else ((Reason.ANOTHER_SAMPLE, job.prompt),):
+            self.reasons[reason] += tokens

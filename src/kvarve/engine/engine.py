@@ -115,13 +115,20 @@ class Engine(Turns):
         """Queue a request, or several: all of them or none. Returns the first.
 
         A long prompt is checked and hashed here, on the caller's thread, once for requests that share it.
-        ConfigError if one can never be served, Busy if too many wait or the engine has stopped.
+        ConfigError if one can never be served, Busy if too many wait or the engine has stopped. The samples of a prompt
+        are submitted with the request that they name, after it.
         """
         requests, limit = (request, *more), self._max_running + self._max_waiting
         checked: dict[int, NDArray[np.int64]] = {}
         known: dict[tuple[int, str], Prompt] = {}
+        asked = dict[int, Request]()
         for one in requests:
             one.check()
+            if one.sample_of is not None:
+                first = asked.get(one.sample_of)
+                if first is None or first.prompt is not one.prompt or first.salt != one.salt:
+                    raise ConfigError(f"request {one.sample_of} has another prompt, or does not come before its sample")
+            asked[one.number] = one
             same = id(one.prompt)
             if same not in checked:
                 ways = [each.sampling for each in requests if each.prompt is one.prompt]

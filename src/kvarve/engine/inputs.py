@@ -30,6 +30,7 @@ class Submitted:
     hand_over_s: float | None
     ticket: dict[str, Any] | None
     submitted_unix_s: float
+    sample_of: int | None
 
     @classmethod
     def of(cls, request: Request) -> "Submitted":
@@ -43,6 +44,7 @@ class Submitted:
             request.hand_over_s,
             None if request.ticket is None else request.ticket.json(),
             request.submitted_unix_s,
+            request.sample_of,
         )
 
     def request(self) -> Request:
@@ -60,6 +62,7 @@ class Submitted:
             ticket=None if self.ticket is None else Ticket.of_json(self.ticket),
             number=self.number,
             submitted_unix_s=self.submitted_unix_s,
+            sample_of=self.sample_of,
         )
 
 

@@ -15,7 +15,10 @@ from kvarve.scheduler import Prompt
 class Job(Task):
     """A request from its first turn to its last: its lease, its answer, and while it runs its private state."""
 
-    def __init__(self, request: Request, prompt: Prompt, lease: Lease, model: LoadedModel) -> None:
+    def __init__(
+        self, request: Request, prompt: Prompt, lease: Lease, model: LoadedModel, first: "Job | None" = None
+    ) -> None:
+        """`first`: of the same request's answers to this prompt."""
         super().__init__(lease, len(request.prompt), request.sampling.max_tokens)
         self.request, self.packed = request, prompt
         self.workspace: PagedWorkspace | None = None
@@ -23,7 +26,9 @@ class Job(Task):
         self.text = ""  # not delivered yet, as it could be the beginning of a stop text
         self.characters = 0  # of the answer's text, delivered or not
         self.output_ids: list[int] = []  # all but the last of them computed
-        self.reasons: dict[Reason, int] | None = None  # why its tokens were cached or not when it was first admitted
+        # Why the prompt's tokens were cached or not, as the first of its samples found that was admitted; one for all.
+        self.reasons: dict[Reason, int] = {} if first is None else first.reasons
+        self.counts_prompt = False  # it is the one that found that
         self.queued_s: float | None = None  # until then, from its submission
         self.began_s, self.last_s = 0.0, 0.0  # when it was first computed, and when its last token so far was sampled
         self.first_s: float | None = None  # when its first one was
@@ -42,8 +47,8 @@ class Job(Task):
 
     @property
     def uncached(self) -> int:
-        """Tokens of its prompt that were not cached when it was first admitted."""
-        return self.prompt - sum((self.reasons or {}).get(hit, 0) for hit in HITS)
+        """Tokens of its prompt that were not cached when the first of its samples was admitted."""
+        return self.prompt - sum(self.reasons.get(hit, 0) for hit in HITS)
 
     @property
     def computed(self) -> int:

@@ -112,7 +112,8 @@ class Finish(Enum):
 @dataclass(frozen=True)
 class TokenUsage:
     """Tokens of one request; `device + host + storage` are those of the prompt that were cached, by tier, and `reasons`
-    sum to the prompt. `queued_s`: from its submission until it was first admitted, None if it was not."""
+    sum to the prompt, as the first of its samples found it. `queued_s`: from its submission until it was first
+    admitted, None if it was not."""
 
     prompt: int
     completion: int
@@ -127,7 +128,7 @@ class TokenUsage:
         cls, prompt: int, completion: int, reasons: Mapping[Reason, int] | None, queued_s: float | None = None
     ) -> "TokenUsage":
         """`reasons`: None if the request ended before it resumed."""
-        reasons = {Reason.NOT_READ: prompt} if reasons is None else reasons
+        reasons = reasons or {Reason.NOT_READ: prompt}
         device, host, storage = (reasons.get(hit, 0) for hit in HITS)
         return cls(prompt, completion, device, host, storage, reasons, queued_s)
 
@@ -182,7 +183,8 @@ class Request:
 
     `watch` gets the logits [vocabulary] of each token, just before it is sampled, on the same thread. With
     `hand_over_s` the answer comes with a ticket, which tells another server that the shared storage will have the pages
-    within `hand_over_s` seconds. A request with a `ticket` resumes from pages that another server handed over.
+    within `hand_over_s` seconds. A request with a `ticket` resumes from pages that another server handed over. Of
+    several answers to one prompt (`sample_of`) the prompt is counted once, as the first that is admitted finds it.
     """
 
     prompt: Sequence[int]
@@ -197,6 +199,7 @@ class Request:
     number: int = field(default_factory=lambda: next(_numbers))
     submitted_s: float = field(default_factory=time.monotonic)
     submitted_unix_s: float = field(default_factory=time.time)  # by which a ticket's time is judged, on all ranks alike
+    sample_of: int | None = None  # the number of the request whose prompt this is, of those submitted with it before it
     outputs: "queue.SimpleQueue[OutputChunk]" = field(default_factory=queue.SimpleQueue)
 
     def check(self) -> None:

@@ -162,15 +162,17 @@ class Turns:
     def _enqueue(self, request: Request, prompt: Prompt) -> None:
         if self._ended:
             return  # `_notify_all` tells it
+        first = None if request.sample_of is None else self._jobs.get(request.sample_of)
         lease = self._cache.open(
             prompt,
             read=request.read_cache,
             priority=request.priority,
             ticket=request.ticket,
             unix_s=request.submitted_unix_s,
+            again=first is not None,
         )
         try:
-            job = Job(request, prompt, lease, self.model)
+            job = Job(request, prompt, lease, self.model, first)
         except Exception as e:  # one request's error (memory, say) is not the others'
             log.exception("request %d", request.number)
             self._cache.close(lease)
@@ -190,7 +192,7 @@ class Turns:
         prompt = job.packed
         if job.prefill_until > job.prompt:
             prompt = self._cache.prompt(job.sequence(0, job.prefill_until), request.salt)
-        return self._cache.open(prompt, read=request.read_cache, priority=request.priority)
+        return self._cache.open(prompt, read=request.read_cache, priority=request.priority, again=job.lease.counted)
 
     def _begin(self, job: Job) -> None:
         self._guarded(job, self._resume)
@@ -201,8 +203,10 @@ class Turns:
             job.workspace = PagedWorkspace.resumed(
                 self._cache, job.lease, self.model.layout, job.prompt + job.max_new_tokens
             )
-        if job.reasons is None:
-            job.reasons = self._cache.explain(job.lease)
+        if job.queued_s is None:
+            if not job.reasons:
+                job.reasons |= self._cache.explain(job.lease)
+                job.counts_prompt = True
             self.counts.began(job, time.monotonic())
 
     def _stop(self, job: Job) -> None:
@@ -430,10 +434,7 @@ class Turns:
             ticket = self._export(job)
             self.counts.answered(job)
         self._cache.close(job.lease)
-        if job.reasons is not None:
-            self.counts.prompt_tokens += usage.prompt
-            for reason, tokens in usage.reasons.items():
-                self.counts.reasons[reason] += tokens
+        self.counts.ended(job)
         self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket, matched))
 
     def _usage(self, job: Job) -> TokenUsage:

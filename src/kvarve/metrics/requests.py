@@ -18,7 +18,7 @@ _HISTOGRAMS = (
     ("output_token_s", "kvarve_output_token_seconds", "The mean of these over an answer; one value a request."),
     ("decode_s", "kvarve_decode_seconds", "Seconds from a request's first token to its last."),
     ("e2e_s", "kvarve_e2e_seconds", "Seconds from a request's arrival to its last token."),
-    ("request_prompt_tokens", "kvarve_request_prompt_tokens", "Tokens of a request's prompt."),
+    ("request_prompt_tokens", "kvarve_request_prompt_tokens", "Tokens of a request's prompt; one value a prompt."),
     (
         "request_computed_tokens",
         "kvarve_request_computed_tokens",
@@ -37,8 +37,9 @@ def families(now: Snapshot) -> Iterator[Metric]:
         "aborted": now.ends.get("abort", 0),
         "failed": now.ends.get("error", 0),
     }
-    yield by("kvarve_requests", "Requests that have ended, by outcome.", ("outcome",), outcomes)
-    help_text = "Requests that have ended, by why: stop and length are those that were answered in full."
+    help_text = "Requests that have ended, by outcome; each answer of several (n, or a list of prompts) is one."
+    yield by("kvarve_requests", help_text, ("outcome",), outcomes)
+    help_text = "The same, by why they ended: stop and length are those that were answered in full."
     yield by("kvarve_finished_requests", help_text, ("reason",), now.ends)
     yield gauge("kvarve_requests_running", "Requests being computed.", now.running)
     help_text = "Requests that wait for admission or for pages from storage."
@@ -52,11 +53,15 @@ def families(now: Snapshot) -> Iterator[Metric]:
         "Requests being tokenized, or waiting for that: not among those waiting, but counted towards --max-waiting."
     )
     yield gauge("kvarve_requests_tokenizing", help_text, now.tokenizing)
-    yield counter("kvarve_prompt_tokens", "Tokens of prompts of ended requests.", now.prompt_tokens)
+    help_text = "Tokens of prompts of ended requests; one of several samples (n) is counted once, here and below."
+    yield counter("kvarve_prompt_tokens", help_text, now.prompt_tokens)
     help_text = "Tokens of prompts of ended requests that did not have to be computed, by the tier they came from."
     cached = {tier.name.lower(): now.cached(tier.name.lower()) for tier in Tier}
     yield by("kvarve_cached_tokens", help_text, ("tier",), cached)
-    help_text = "Tokens of prompts of ended requests, by the reason why they were cached or not."
+    help_text = (
+        "Tokens of prompts of ended requests, by the reason why they were cached or not; and beside them those of "
+        "further samples of a prompt (another_sample)."
+    )
     yield by("kvarve_explained_tokens", help_text, ("reason",), {why.value: some for why, some in now.reasons.items()})
     yield counter("kvarve_computed_tokens", "Tokens of prompts that were computed.", now.computed_tokens)
     yield counter("kvarve_output_tokens", "Tokens generated.", now.output_tokens)

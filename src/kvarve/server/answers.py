@@ -95,9 +95,9 @@ class Answer:
             self._visit.prompt(sum(map(len, prepared.prompts)))
             salt = self._visit.key.salted(salt)
         within_s, ticket = request.hand_over.hand_over_s, request.hand_over.opened()
-        each = len(prepared.samplings) // len(prepared.prompts)
-        self._requests = [
-            Request(
+        each, requests = len(prepared.samplings) // len(prepared.prompts), list[Request]()
+        for index, sampling in enumerate(prepared.samplings):
+            one = Request(
                 prepared.prompts[index // each],
                 sampling,
                 salt=salt,
@@ -107,9 +107,10 @@ class Answer:
                 hand_over_s=None if index else within_s,  # it has one prompt
                 ticket=ticket,
                 submitted_s=self._arrived_s,
+                sample_of=requests[index // each * each].number if index % each else None,
             )
-            for index, sampling in enumerate(prepared.samplings)
-        ]
+            requests.append(one)
+        self._requests = requests
         self.choices = [Choice() for _ in self._requests]
         try:
             self._engine.submit(*self._requests)
@@ -160,12 +161,14 @@ class Answer:
         self.open.clear()
 
     def usage(self) -> ResponseUsage:
-        """The usage when all answers have ended. Each prompt is counted once, as its first answer found it."""
+        """The usage when all answers have ended. Each prompt is counted once."""
         assert self.prepared is not None
         each = len(self.choices) // len(self.prepared.prompts)
         reasons = Counter[Reason]()
-        for first in self.choices[::each]:
-            reasons.update({} if first.usage is None else first.usage.reasons)
+        for first in range(0, len(self.choices), each):
+            told = (one.usage for one in self.choices[first : first + each] if one.usage is not None)
+            if (usage := next(told, None)) is not None:
+                reasons.update(usage.reasons)
         first_s = self.first_seconds
         ttft_ms = None if first_s is None else round(1000 * first_s, 3)
         return ResponseUsage(reasons.total(), self.answered_tokens(), reasons, ttft_ms, round(1000 * self.seconds, 3))

@@ -176,6 +176,7 @@ class Live:
             self._storage = self._of_storage()
         self._countdown = (self._countdown + 1) % STORAGE_EVERY
         reasons = dict(counts.reasons)
+        del reasons[Reason.ANOTHER_SAMPLE]
         moved = {name: flow.bytes.sum for name, flow in self._cache.flows().items()}
         seconds = max(1e-3, now - self._moved_s)
         self._rates = {name: (size - self._moved.get(name, 0.0)) / seconds for name, size in moved.items()}

@@ -111,7 +111,8 @@ def act(world: World | Shop, action: Action) -> bool:
 
 
 def _open(world: World, text: str, salt: str, patience: int, read: int, priority: int) -> bool:
-    world.open_packed(words(text), salt, PATIENCES[patience], bool(read), priority)
+    """`read`: 2 if the prompt is one that its request has read before."""
+    world.open_packed(words(text), salt, PATIENCES[patience], bool(read), priority, again=read == 2)
     return True
 
 
@@ -500,7 +501,7 @@ class Director:
             case "request":
                 return ["request", self._prompt(), salt, dice.randint(1, 3), int(dice.random() < 0.5)]
             case "open":
-                reads, priority = int(dice.random() < 0.85), dice.choice([0, 0, 1, 2])
+                reads, priority = dice.choices((0, 1, 2), (15, 75, 10))[0], dice.choice([0, 0, 1, 2])
                 return ["open", self._prompt(), salt, dice.randrange(len(PATIENCES)), reads, priority]
             case "grow" | "short":
                 return [kind, pick, dice.randint(1, 12)]

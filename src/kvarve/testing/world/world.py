@@ -32,8 +32,9 @@ class World(Shadow):
         patience: Patience = WAIT_COMPLETE,
         read: bool = True,
         priority: int = 0,
+        again: bool = False,
     ) -> Lease:
-        return self.open_packed(pack(tokens), salt, patience, read, priority)
+        return self.open_packed(pack(tokens), salt, patience, read, priority, again=again)
 
     def open_packed(
         self,
@@ -43,6 +44,7 @@ class World(Shadow):
         read: bool = True,
         priority: int = 0,
         expected: tuple[int, float] = (0, 0.0),
+        again: bool = False,
     ) -> Lease:
         root = root_key(b"world", salt)
         keys = self._learn(root, tokens)
@@ -51,7 +53,7 @@ class World(Shadow):
         right = self._expected_hit(keys, len(tokens) // TOKEN_BYTES, outside)
         assert (hit.device, hit.memory, hit.by_pool) == right, "a hit is what a brute force finds"
         rest = self.now, patience, read, priority, outside, expected
-        twins = [core.open(root, tokens, *rest) for core in self.cores]
+        twins = [core.open(root, tokens, *rest, again=again) for core in self.cores]
         self._opened(twins, keys)
         self._check()
         return twins[0]
