@@ -305,6 +305,23 @@ def test_a_change_that_a_later_replica_refuses_says_which_have_done_it(
     played(play, tmp_path, monkeypatch)
 
 
+def test_a_flush_is_made_by_all_replicas_at_once_so_that_its_time_is_that_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
+        first, other = places
+        first.hangs = asyncio.Event()
+        flushing = asyncio.ensure_future(client.post("/flush_cache?timeout=1"))
+        await until(lambda: first.asked and other.asked)
+        first.hangs.set()
+        assert (await flushing).json() == {"served": 0, "replicas": [{"served": 0}, {"served": 1}]}
+        first.hangs, first.ends = None, True
+        answer = await client.post("/flush_cache")
+        assert answer.status_code == 502 and "replica 0 has ended, perhaps of this" in answer.text
+
+    played(play, tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize("how", [BEFORE, DURING])
 def test_a_request_to_an_engine_that_has_stopped_goes_to_another_replica(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

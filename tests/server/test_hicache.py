@@ -1,17 +1,21 @@
 """SGLang's endpoints for its operators: the storage, and flushes by GET."""
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from servers import settings
-from talk import cached, complete, refused
+from talk import LONG_S, cached, complete, refused
 
 from kvarve.errors import ConfigError
 from kvarve.familiar import storage_url
+from kvarve.model import Tier
 from kvarve.server.serve import Server
+from kvarve.testing.faulty import FaultyStorage
 
 STORAGE, CLEAR, FLUSH = "/hicache/storage-backend", "/hicache/storage-backend/clear", "/flush_cache"
 KEY = "gate"
@@ -90,10 +94,40 @@ def test_only_the_operator_may_do_so_and_no_browser_at_all(
     assert "no storage is attached" in refused(operator.post(CLEAR), 400)
 
 
-@pytest.mark.parametrize("timeout", ["-1", "soon", "nan", "1e9"])
+@pytest.mark.parametrize("timeout", ["-1", "soon", "nan", "1e9", ""])
 def test_a_flush_waits_for_a_number_of_seconds(operator: httpx.Client, timeout: str) -> None:
     assert "timeout is a number of seconds" in refused(operator.post(FLUSH, params={"timeout": timeout}), 400)
     assert operator.post(FLUSH, params={"timeout": "2.5"}).status_code == 200
+
+
+def test_a_flush_keeps_to_its_own_time_while_another_waits_for_a_storage_that_hangs(
+    operator: httpx.Client, operated: Server, customer: httpx.Client, tmp_path: Path, song: str, salt: str
+) -> None:
+    """0 is no wait, and nothing is a minute, which the first one is told to end."""
+    url = f"file://{tmp_path}/pages?capacity=64MiB"
+    assert operator.put(STORAGE, json={"hicache_storage_backend": url}).status_code == 200
+    attached = operated.engine.cache.attached
+    assert attached is not None
+    hanging = FaultyStorage(attached.storage.inner, stall_limit_s=9000)  # type: ignore[union-attr]
+    attached.storage.inner = hanging  # type: ignore[union-attr]
+    hanging.stall("put")
+    begun, begin = threading.Event(), operated.engine.flushes.begin
+
+    def seen(tiers: Sequence[Tier], timeout_s: float) -> "Future[int]":
+        flush, _ = begin(tiers, timeout_s), begun.set()
+        return flush
+
+    with ThreadPoolExecutor(1) as another, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operated.engine.flushes, "begin", seen)
+        try:
+            complete(customer, song * 2, cache_salt=salt)
+            hanging.wait_for_stalled_call()
+            patient = another.submit(operator.post, FLUSH)
+            assert begun.wait(LONG_S)
+            hasty = operator.post(FLUSH, params={"timeout": 0})
+            assert hasty.json() == patient.result(LONG_S).json() and hasty.json()["flushed_pages"] > 0
+        finally:
+            hanging.release()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvarve.admin import ASK_S, Admin
 from kvarve.background import BackgroundCall
+from kvarve.engine.flushes import POLL_S, TURN_S, Flushes
 from kvarve.engine.inputs import Aborted, Attach, Cleared, Detach, Evict, Input, Stop, Submitted, seeded
 from kvarve.engine.model import LoadedModel
 from kvarve.engine.requests import (
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL_S = 0.005  # between two checks whether backups have been written
 IDLE_S = 0.2  # how long a turn without work sleeps at most; a call or a finished copy wakes it
 TURN_TOKENS = 512  # answers and prompts together
 
@@ -76,6 +76,7 @@ class Engine(Turns):
             lambda: self.ask(cache.scheduler.cleared, ASK_S, Cleared()),
             lambda order: self._tell(Detach() if order is None else Attach(*order)),
         )
+        self.flushes = Flushes(self._cache, self.ask, lambda: self._ended)
         self._changing = threading.Lock()  # of ranks that are told to: one change after the other
         self._left_s = 0.0  # for the backups, once the last turn is over
 
@@ -171,22 +172,17 @@ class Engine(Turns):
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 60.0) -> int:
         """Evict all unpinned pages from memory tiers, after the backups under way; storage stays.
 
-        Returns how many pages were evicted. Answers go on meanwhile; after `timeout_s` it does not wait for backups.
+        Returns how many pages were evicted. Answers go on meanwhile; after `timeout_s` it does not wait for backups. A
+        flush of the same tiers that is under way is shared (see `Flushes`).
         """
-        end = time.monotonic() + timeout_s
-        gone, order = 0, Evict(tuple(map(int, tiers)))
-        while True:
-            self.settle(end - time.monotonic())
-            pages, idle = self.ask(lambda: (self._cache.evict(order.of()), self.cache.idle()), timeout_s, order)
-            gone += pages
-            if idle or time.monotonic() >= end:  # write-back copies pages down before it evicts them
-                return gone
+        return self.flushes.begin(tiers, timeout_s).result()
 
     def settle(self, timeout_s: float = 60.0) -> bool:
         """Wait until all backups are written; False if there are dirty pages after that."""
         cache, end = self.cache, time.monotonic() + timeout_s
         while True:
-            idle, dirty = self.ask(lambda: (cache.idle(), cache.idle() and cache.dirty()), max(timeout_s, 1.0))
+            left_s = max(end - time.monotonic(), TURN_S)
+            idle, dirty = self.ask(lambda: (cache.idle(), cache.idle() and cache.dirty()), left_s)
             if idle or time.monotonic() >= end:
                 return idle and not dirty
             time.sleep(POLL_S)

@@ -49,7 +49,7 @@ from kvarve.server.vllm import Work, vllm_routes
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
 
-FLUSH_S, MOST_FLUSH_S = 60.0, 600.0  # that a flush waits for backups
+FLUSH_S, MOST_FLUSH_S = 60.0, 600.0  # that a flush waits for backups: unless it says, and at most
 LIKELIHOOD_BYTES = 256  # of one token with its logprobs in the response
 
 T = TypeVar("T")
@@ -146,7 +146,6 @@ class _Front:
         self._lanes = Lanes("kvarve prepare")
         self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
         self.body = Bodies(max_body_bytes).read
-        self._flushing = asyncio.Lock()
         self.live = Live(
             engine, self.name, tokenizing=lambda: len(self._preparing), rejected=lambda: rejections(self.responses)
         )
@@ -179,7 +178,7 @@ class _Front:
         """Evict all unpinned pages of `tiers` (in the query or the body: "device", "device,host"; default both)."""
         async with self.body(http) as body:
             tiers = await apart(lambda: _tiers(asked(http, "tiers", None), body))
-            wait_s = _seconds(asked(http, "timeout", "0"))
+            wait_s = _seconds(asked(http, "timeout", None))
         pages = await self._flush(http, tiers, wait_s)
         return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
 
@@ -193,8 +192,7 @@ class _Front:
     async def _flush(self, http: Http, tiers: list[Tier], wait_s: float) -> int:
         if self._engine.broken:
             raise stopped(self._engine)
-        async with self._flushing:  # one at a time: each may wait for a storage
-            pages = await apart(lambda: self._engine.flush(tiers, wait_s))
+        pages = await asyncio.shield(asyncio.wrap_future(self._engine.flushes.begin(tiers, wait_s)))
         seen(http).act = f"{pages} pages of the {' and '.join(tier.name.lower() for tier in tiers)} flushed"
         return pages
 
@@ -323,15 +321,15 @@ def _tiers(query: str | None, body: bytes) -> list[Tier]:
     return sorted({known[name] for name in names})
 
 
-def _seconds(given: str) -> float:
-    """How long a flush waits for backups: SGLang's `timeout`, of which 0 and nothing leave the time to us."""
+def _seconds(given: str | None) -> float:
+    """How long a flush may wait for backups: SGLang's `timeout`."""
     try:
-        seconds = float(given or 0)
+        seconds = FLUSH_S if given is None else float(given)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= MOST_FLUSH_S:
         raise Refused(400, f"timeout is a number of seconds from 0 to {MOST_FLUSH_S:.0f}", param="timeout")
-    return seconds or FLUSH_S
+    return seconds
 
 
 def _with_param(error: ConfigError, kind: type[Asked]) -> Refused | HandOverError:

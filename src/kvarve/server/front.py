@@ -43,7 +43,8 @@ PROMPTS = ("prompt", "messages", "text", "input_ids")  # fields that hold one, w
 SALTS = ("cache_salt", "extra_key")
 MOST_TOKENS = 1 << 18  # of a prompt of ids that is routed by them; the front does not know the context of the model
 # Calls that go to all replicas.
-OF_ALL = ("/flush_cache", "/reset_prefix_cache", "/admin/storage", HICACHE, f"{HICACHE}/clear")
+FLUSHES = ("/flush_cache", "/reset_prefix_cache")
+OF_ALL = (*FLUSHES, "/admin/storage", HICACHE, f"{HICACHE}/clear")
 OF_A_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"date", b"x-request-id"}
 OF_A_BODY = {b"host", b"content-length", b"expect"}  # of a request, which is sent on whole
 CONNECT_S, METRICS_S = 5.0, 5.0
@@ -178,7 +179,8 @@ class Front:
         return answer
 
     async def tell_all(self, http: Http) -> Response:
-        """One call to every replica that serves, one after the other; the first that refuses ends it, and is named.
+        """One call to every replica that serves, one after the other; the first that refuses ends it, and is named. A
+        flush is made by all at once, as one time holds for all of them.
 
         One that does not serve has no pages, and is told a change before it gets requests.
         """
@@ -187,14 +189,17 @@ class Front:
         # What changes nothing keeps no replica from being told what it has missed, however long one takes to answer.
         async with self._bodies.read(http) as body, self._changing if changes else nullcontext():
             call = _Call.of(http, body)
+            flushing = [each for each in self._replicas.all if each.up and http.url.path in FLUSHES]
+            said = await asyncio.gather(*(self._tell(call, each) for each in flushing), return_exceptions=True)
+            flushed = dict(zip((each.number for each in flushing), said, strict=True))
             for each in self._replicas.all:
-                if not each.up:
+                if not each.up and each.number not in flushed:
                     absent.append(each.number)
                     continue
                 try:
-                    async with asyncio.timeout(TELL_S):
-                        await (self._tell_changes(each) if changes else self._catch_up(each))
-                        answer = await self._http.send(call.to(each, self._http))
+                    answer = flushed.get(each.number) or await self._tell(call, each, changes)
+                    if isinstance(answer, BaseException):
+                        raise answer
                 except httpx.TransportError as e:
                     if changes:
                         each.told = 0  # if it has not ended, but its connection
@@ -217,6 +222,11 @@ class Front:
             if changes:
                 self._changes = [earlier for earlier in self._changes if not call.makes_up_for(earlier)] + [call]
         return _joined([*told.values()], absent)
+
+    async def _tell(self, call: _Call, each: Replica, changes: bool = False) -> httpx.Response:
+        async with asyncio.timeout(TELL_S):
+            await (self._tell_changes(each) if changes else self._catch_up(each))
+            return await self._http.send(call.to(each, self._http))
 
     async def _tell_changes(self, each: Replica) -> None:
         """Have a replica that was started again change its storage as the others have. TransportError if it ends."""
