@@ -153,20 +153,6 @@ def test_the_time_for_headers_begins_again_after_each_answer(
     assert is_closed(kept)
 
 
-def test_a_body_without_end_after_its_answer_ends(
-    own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
-) -> None:
-    endless = connect(b"POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
-    assert answer(endless).startswith(b"HTTP/1.1 404")
-    endless.sendall(b"x" * 1000)
-    sweep(client, own_server)
-    clock.ahead_s = HEADERS_S + 1
-    sweep(client, own_server)
-    with pytest.raises(OSError):  # the first that is sent after the end may be taken by the system
-        while True:
-            endless.sendall(b"x" * 1000)
-
-
 def test_the_time_limit_of_headers_does_not_apply_to_bodies_and_answers(
     own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
 ) -> None:

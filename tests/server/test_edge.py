@@ -77,6 +77,16 @@ def test_a_server_with_a_certificate_speaks_https_alone_and_shows_a_renewed_one(
             httpx.get(server.url + "/health")
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(server.url.replace("https", "http") + "/health")
+        url = httpx.URL(server.url)
+        with (
+            socket.create_connection((url.host, url.port or 0)) as link,
+            context.wrap_socket(link, server_hostname=url.host) as stranger,
+        ):
+            stranger.sendall(b"POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
+            assert stranger.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+            with pytest.raises(OSError):  # it lingers a second, and reads little
+                while True:
+                    stranger.sendall(b"x" * 4096)
         first = shown_by(server, context)
         written(ca.issue_cert("127.0.0.1"), tmp_path)
         assert shown_by(server, context) == first

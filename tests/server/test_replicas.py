@@ -154,6 +154,18 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent_on(client: httpx.
     assert client.post("/v1/completions", content=b"x" * (10 << 20)).status_code == 413
 
 
+def test_a_stranger_who_sends_on_is_answered_and_closed(client: httpx.Client) -> None:
+    url = client.base_url
+    with socket.create_connection((url.host, url.port or 0), timeout=PATIENCE_S) as link:
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        answer = b"".join(iter(lambda: link.recv(4096), b""))  # until the front has said its last
+        assert answer.startswith(b"HTTP/1.1 401 ") and b"\r\nconnection: close\r\n" in answer
+        assert answer.endswith(b"}") and b"this needs the API key" in answer
+        with pytest.raises(OSError):
+            while True:
+                link.sendall(b"1\r\nx\r\n" * 500)
+
+
 def test_a_request_that_cannot_be_sent_on_counts_for_no_replica(client: httpx.Client) -> None:
     url = client.base_url
     with socket.create_connection((url.host, url.port or 0)) as link:

@@ -23,36 +23,30 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, http: Http) -> AsyncIterator[bytes]:
-        """A body, within the size limits; its Content-Length is not trusted.
+        """A body, within the size limits. Nothing is read of one whose Content-Length is beyond them, and of any other
+        not more than a piece too much.
 
         Small bodies are always accepted; large ones while all bodies together are within a byte budget.
         """
         parts: list[bytes] = []
         size = held = 0
-        busy = False
+        too_large = Refused(413, f"the body is larger than {self._most_bytes} bytes", code="body_too_large")
+        if int(http.headers.get("content-length", "0")) > self._most_bytes:
+            raise too_large
         try:
             try:
                 async with asyncio.timeout(BODY_TIMEOUT_S):
                     async for part in http.stream():
                         size += len(part)
-                        full = self._held_bytes + len(part) > BODIES * self._most_bytes
-                        busy = busy or (full and size > SMALL_BYTES)
-                        if busy or size > self._most_bytes:
-                            parts.clear()
-                        else:
-                            parts.append(part)
-                            held += len(part)
-                            self._held_bytes += len(part)
-                        # Some of the excess is read and discarded: a client that is still writing would not see
-                        # the answer.
-                        if size > 4 * self._most_bytes:
-                            break
+                        if size > self._most_bytes:
+                            raise too_large
+                        if self._held_bytes + len(part) > BODIES * self._most_bytes and size > SMALL_BYTES:
+                            raise Busy("too many large requests are being read: try again later")
+                        parts.append(part)
+                        held += len(part)
+                        self._held_bytes += len(part)
             except TimeoutError:
                 raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
-            if size > self._most_bytes:
-                raise Refused(413, f"the body is larger than {self._most_bytes} bytes", code="body_too_large")
-            if busy:
-                raise Busy("too many large requests are being read: try again later")
             yield b"".join(parts)
         finally:
             self._held_bytes -= held

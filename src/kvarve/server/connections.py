@@ -2,9 +2,12 @@
 
 uvicorn closes a connection that is idle between two requests (`KEEP_ALIVE_S`), and leaves the rest to a proxy. This
 module also closes a connection whose request headers do not complete, and one whose client does not read its answer. (A
-body has a time limit of its own, in `app`.) Beyond the limit, the connection that has been longest without a complete
+body has a time limit of its own: `bodies`.) Beyond the limit, the connection that has been longest without a complete
 request is closed, so that idle connections cannot lock out new clients. A connection counts from its accept on: TLS
 begins on it afterwards, as part of the wait for headers.
+
+A body that the application does not ask for is not read on: its answer says `Connection: close`, and the connection is
+closed once the client has had time to read it.
 """
 
 import asyncio
@@ -16,8 +19,11 @@ from asyncio import BaseTransport, BufferedProtocol, Protocol, Transport
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
+import h11
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = logging.getLogger(__name__)
@@ -29,6 +35,10 @@ KEEP_ALIVE_S = (
 STALLED_S = 30.0  # in which the client reads no byte of an answer
 SEND_BYTES = 1 << 16  # the socket's send buffer: a slow reader shows only when it is full
 READ_BYTES = 4096  # per read before other connections' turn: each byte can be an HTTP chunk, which takes 20 us to parse
+LINGER_S, LINGER_BYTES = (
+    1.0,
+    100 << 10,
+)  # that a client has to read its answer while it sends on, and that are discarded
 MOST = 4096  # connections; half of the descriptors if that is less
 LEAST = 16
 FULL = b"""\
@@ -72,7 +82,7 @@ class Connections:
             self._end(one, "headers")
         for one in [one for one in self._open if one.stalled_s(now) > STALLED_S]:
             self.closed["stalled"] += 1
-            one.transport.abort()
+            one.wire.abort()
         for reason, count in (self.closed - self._logged).items():
             log.warning("%d connections closed: %s", count, _WHY[reason])
         self._logged = self.closed.copy()
@@ -86,7 +96,7 @@ class Connections:
                 self._end(next(iter(self._incomplete)), "crowded")
             else:
                 if isinstance(one, Connection):
-                    one.transport.write(FULL)
+                    one.wire.write(FULL)
                 self._end(one, "crowded")
                 return
         self._incomplete[one] = self.clock()
@@ -111,31 +121,95 @@ class Connections:
         self.closed[reason] += 1
         self._incomplete.pop(one, None)
         self._closing.add(one)
-        one.transport.close()
+        cut(one.wire)
+
+
+class Parser(h11.Connection):
+    """Of requests. It leaves a body of chunks alone until that is `wanted`, as each chunk may be a byte."""
+
+    wanted = chunked = False
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self.their_state is h11.SEND_BODY and self.chunked and not self.wanted:
+            return h11.PAUSED  # uvicorn reads no more then, until the application asks for the body
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.wanted, self.chunked = False, any(name == b"transfer-encoding" for name, _ in event.headers)
+        return event
 
 
 class Connection(H11Protocol, BufferedProtocol):
-    """A connection that reports its opening, incoming data and closing to `Connections`."""
+    """A connection that reports its opening, incoming data and closing to `Connections`. Where its client may still be
+    sending it lingers."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._connections = connections
         self._unsent_bytes, self._moved_s = 0, connections.clock()
+        self.conn: Parser = Parser(h11.SERVER)
+        self._app, self.app = self.app, self._answer
+        self._linger: asyncio.TimerHandle | None = None  # ends it
+        self._spare_bytes = LINGER_BYTES  # that may be discarded until then
 
     def connection_made(self, transport: BaseTransport) -> None:
         assert isinstance(transport, Transport)
-        super().connection_made(transport)
+        self.wire = transport
+        super().connection_made(cast(Transport, Leaving(self)))
         self._connections.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._linger is not None:
+            self._linger.cancel()
         self._connections.forget(self)
         super().connection_lost(exc)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def ask() -> Message:
+            if not self.conn.wanted:
+                self.conn.wanted = True
+                self.handle_events()
+            return await receive()
+
+        async def say(message: Message) -> None:
+            if message["type"] == "http.response.start" and self.conn.their_state is h11.SEND_BODY:
+                others = [each for each in message["headers"] if each != CLOSE_HEADER]
+                message = {**message, "headers": [*others, CLOSE_HEADER]}
+            await send(message)
+
+        await self._app(scope, ask, say)
+
+    @property
+    def leaves(self) -> bool:
+        """It is closed, but for what its client may still be sending."""
+        return self._linger is not None
+
+    def leave(self) -> None:
+        """Close it. If the client may still be sending, it has a moment first to read the answer to the end: a system
+        that gets bytes for a closed connection resets it, which takes from the client what it has not read yet
+        (RFC 9112, 9.6)."""
+        if self.leaves or self.wire.is_closing():
+            return
+        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+            self.wire.close()
+            return
+        self._linger = self.loop.call_later(LINGER_S, cut, self.wire)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # there is nothing more to receive or to send
+            self.cycle.message_event.set()
+        if self.wire.can_write_eof():  # TLS cannot
+            self.wire.write_eof()
+        self.wire.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._connections.read
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self._connections.read[:nbytes]))
+        if not self.leaves:
+            self.data_received(bytes(self._connections.read[:nbytes]))
+            return
+        self._spare_bytes -= nbytes
+        if self._spare_bytes < READ_BYTES:
+            self.wire.pause_reading()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -172,6 +246,22 @@ class Connection(H11Protocol, BufferedProtocol):
         return now - self._moved_s
 
 
+class Leaving:
+    """The transport of a connection, for uvicorn: to close it is to leave its client."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection.wire, name)
+
+    def close(self) -> None:
+        self._connection.leave()
+
+    def is_closing(self) -> bool:
+        return self._connection.leaves or self._connection.wire.is_closing()
+
+
 class Handshake(Protocol):
     """A connection until TLS has begun on it. asyncio's own servers tell of one only then."""
 
@@ -184,7 +274,7 @@ class Handshake(Protocol):
 
     def connection_made(self, transport: BaseTransport) -> None:
         assert isinstance(transport, Transport)
-        self.transport = transport
+        self.wire = transport
         self._connections.opened(self)
         self._task = asyncio.get_running_loop().create_task(self._begin())
 
@@ -198,13 +288,13 @@ class Handshake(Protocol):
         loop = asyncio.get_running_loop()
         try:
             encrypted = await loop.start_tls(
-                self.transport, self, self._context, server_side=True, ssl_handshake_timeout=HEADERS_S
+                self.wire, self, self._context, server_side=True, ssl_handshake_timeout=HEADERS_S
             )
         except OSError:  # of TLS, of the network, of time
-            self.transport.abort()
+            self.wire.abort()
             return
         except asyncio.CancelledError:
-            self.transport.abort()
+            self.wire.abort()
             raise
         finally:
             self._connections.forget(self)
@@ -218,6 +308,14 @@ class Handshake(Protocol):
 
     def stalled_s(self, now: float) -> float:
         return 0.0
+
+
+def cut(wire: Transport) -> None:
+    """Close it as soon as what was written has been sent. TLS would wait for the client's part in that."""
+    if wire.get_write_buffer_size():
+        wire.close()
+    else:
+        wire.abort()
 
 
 _WHY = {
