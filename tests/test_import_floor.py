@@ -118,7 +118,7 @@ def test_what_decides_knows_no_tensor_thread_or_file(path: Path) -> None:
 INSTALLS = {
     "base": {"torch", "numpy", "xxhash", "cyclopts", "rich"},
     "engine": {"transformers", "tokenizers", "safetensors", "jinja2", "prometheus_client"},
-    "server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "httpx"},
+    "server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "h11", "httpx"},
     "demo": {"matplotlib"},
 }
 # What a module loaded by an engine finds there.

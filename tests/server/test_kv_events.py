@@ -151,6 +151,15 @@ def test_a_router_that_hears_all_knows_the_pages_of_each_tier_and_pool(
     assert router.live, "some came without asking"
 
 
+def test_a_stranger_who_sends_the_replay_socket_megabytes_is_cut_off(router: Router) -> None:
+    with router._context.socket(zmq.DEALER) as stranger, stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ended:
+        stranger.linger = 0
+        stranger.connect(router._replay)
+        stranger.send_multipart((b"", bytes(8 << 20)))
+        assert ended.poll(LONG_S * 1000), "it was read to the end"
+    router.catch_up()
+
+
 def test_the_tokens_of_a_page_are_those_of_the_prompt_though_its_name_has_its_whole_chunk(
     router: Router, asked: httpx.Client, ids: list[int]
 ) -> None:

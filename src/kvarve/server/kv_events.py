@@ -29,6 +29,7 @@ HASH_BYTES = 8  # of a key, its last ones: vLLM's block hashes are 64-bit number
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number that ends a replay
 LOOK_S = 0.05  # between two looks for requests to replay
 CLOSE_S = 2.0
+MOST_ASKED = 1024  # bytes of a part of what is received: a sequence number, or a topic that is subscribed to
 _FLAG = "--kv-events-config"
 _TCP = re.compile(r"tcp://(.+):([0-9]{1,5})", re.ASCII)
 
@@ -232,6 +233,7 @@ class KvEvents:
         self._try(socket.connect, endpoint)
 
     def _bind(self, socket: Any, endpoint: str) -> None:
+        socket.setsockopt(self._zmq.MAXMSGSIZE, MOST_ASKED)  # who sends more is cut off: it would be kept in memory
         if endpoint.startswith("ipc://"):
             Path(endpoint.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True)
         self._try(socket.bind, endpoint)
