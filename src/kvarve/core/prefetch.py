@@ -345,10 +345,13 @@ class Prefetch:
                 waiting[0].landed[pool].update(zip(members(taken), chosen(targets, positions, taken), strict=True))
                 waiting[0].lent[pool] += taken.bit_count()
                 self.landing[waiting[0].number] = waiting[0]
-            self.held[pool] -= (positions & ~taken).bit_count() * op.counts
-            kept = of(at for at in members(good & ~taken) if _still_named(op.lease, op.named, at))
-            late[pool] = dict(zip(members(kept), chosen(targets, positions, kept), strict=True))
-            if left := positions & ~taken & ~kept:
+            if not (left := positions & ~taken):
+                continue
+            self.held[pool] -= left.bit_count() * op.counts
+            if kept := of(at for at in members(good & left) if _still_named(op.lease, op.named, at)):
+                late[pool] = dict(zip(members(kept), chosen(targets, positions, kept), strict=True))
+            left &= ~kept
+            if left:
                 place = self.slot_pools.place(Tier.HOST, pool)
                 self.slot_pools.give_back(place, chosen(targets, positions, left), op.lease.root)
         if waiting and (len(waiting) > 1 or not waiting[0].ops or any(late)):
