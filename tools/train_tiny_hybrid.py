@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from kvarve.engine.recall import KEYS, VALUES, RecallTask, recall_task, score
+from kvarve.engine.wrappers import compute
 
 HERE = Path(__file__).resolve().parent.parent / "src/kvarve/engine/builtin/tiny-hybrid"
 
@@ -326,7 +327,7 @@ class Session:
         while True:
             for start in range(len(self.seen), len(ids), chunk):
                 part = torch.tensor([ids[start : start + chunk]])
-                logits = self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+                logits = compute(self.model, self.cache, input_ids=part, logits_to_keep=1).logits
             self.seen = ids
             token = int(logits[0, -1].argmax())
             if token in stop:

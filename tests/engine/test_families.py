@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
 
 from kvarve import boundaries
 from kvarve.config import CacheConfig
@@ -289,10 +290,11 @@ def test_a_mixer_that_forgets_is_found_behind_one_that_remembers() -> None:
     mixer = model.model.layers[2].linear_attn
 
     class Forgetful(type(mixer)):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Any:
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
             if hidden_states.shape[1] > 1:
-                cache_params.layers[2].has_previous_state[0] = False
-            return super().forward(hidden_states, cache_params, **kwargs)
+                (cache,) = (value for value in kwargs.values() if isinstance(value, Cache))
+                cache.layers[2].has_previous_state[0] = False
+            return super().forward(hidden_states, **kwargs)
 
     mixer.__class__ = Forgetful
     with pytest.raises(ModelError, match="layer 2 forgets its state"):

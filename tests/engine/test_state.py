@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 
 from kvarve import boundaries
+from kvarve.engine import wrappers
 from kvarve.engine.layers import Tape
 from kvarve.engine.model import forward
 from kvarve.engine.state import StateLayout, Workspace
@@ -132,10 +133,7 @@ def with_transformers(model: Any) -> Run:
     cache, prompt, run = DynamicCache(config=model.config), a_prompt(), Run()
 
     def step(ids: torch.Tensor) -> None:
-        with torch.no_grad():
-            run.logits.append(
-                model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-            )
+        run.logits.append(wrappers.compute(model, cache, input_ids=ids, logits_to_keep=1).logits[0, -1])
 
     for start, stop in schedule(0, PROMPT):
         step(prompt[:, start:stop])

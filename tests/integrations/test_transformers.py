@@ -9,6 +9,7 @@ from adapters import adapt, adapted
 
 from kvarve.config import CacheConfig
 from kvarve.core.policies import Policies
+from kvarve.engine.wrappers import CACHE
 from kvarve.errors import Broken, ConfigError, ModelError
 from kvarve.integrations.transformers import PrefixCachedModel
 from kvarve.model import Tier
@@ -22,7 +23,7 @@ def prefixes(family: str, folder: Path, model: Any = None) -> PrefixCachedModel:
 
 def generate(cached: PrefixCachedModel, prompt: torch.Tensor) -> list[int]:
     with cached.resume(prompt, max_new_tokens=8) as past:
-        output = cached.model.generate(prompt, past_key_values=past, max_new_tokens=8, do_sample=False)
+        output = cached.model.generate(prompt, **{CACHE: past}, max_new_tokens=8, do_sample=False)
     return output[0].tolist()  # type: ignore[no-any-return]
 
 

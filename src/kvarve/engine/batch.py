@@ -22,6 +22,7 @@ from kvarve.engine.model import forward
 from kvarve.engine.paging import PagedTape, PagedWorkspace, RollingTape
 from kvarve.engine.shards import FailedOnRank
 from kvarve.engine.state import StateLayout
+from kvarve.engine.wrappers import compute
 
 log = logging.getLogger(__name__)
 
@@ -235,15 +236,14 @@ class Batch:
         mask = None
         if bool(padding.any()):
             mask = (torch.arange(longest + 1, device=self.device) >= padding[:, None]).long()
-        with torch.no_grad():
-            output = model(
-                input_ids=torch.tensor(tokens, device=self.device)[:, None],
-                position_ids=lengths[:, None],
-                attention_mask=mask,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        output = compute(
+            model,
+            self.cache,
+            input_ids=torch.tensor(tokens, device=self.device)[:, None],
+            position_ids=lengths[:, None],
+            attention_mask=mask,
+            logits_to_keep=1,
+        )
         for workspace in self.workspaces:
             workspace.advance()
         logits: Tensor = output.logits[:, -1]

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from kvarve.engine.wrappers import model_class
+from kvarve.engine.wrappers import cache_argument, compute, model_class
 from kvarve.errors import ModelError
 
 
@@ -440,16 +440,15 @@ def dry_run(model: Any, plans: Sequence[LayerPlan]) -> DryRun:
     ids = torch.zeros((1, tokens), dtype=torch.long, device=model.device)
     cache_class: type = DynamicCache
     try:
-        with torch.no_grad():
-            try:
-                cache, one_for_both = _watched(cache_class, plans)
-                model(input_ids=ids, past_key_values=cache, use_cache=True)
-            except ValueError:  # it requires a cache class of its own
-                cache_class = type(model(input_ids=ids, use_cache=True).past_key_values)
-                if CACHES.get(cache_class.__name__) is None:
-                    raise
-                cache, one_for_both = _watched(cache_class, plans)
-                model(input_ids=ids, past_key_values=cache, use_cache=True)
+        try:
+            cache, one_for_both = _watched(cache_class, plans)
+            compute(model, cache, input_ids=ids)
+        except ValueError:  # it requires a cache class of its own
+            cache_class = type(compute(model, None, input_ids=ids)[cache_argument(model)])
+            if CACHES.get(cache_class.__name__) is None:
+                raise
+            cache, one_for_both = _watched(cache_class, plans)
+            compute(model, cache, input_ids=ids)
     except (TypeError, ValueError, AttributeError) as e:
         raise ModelError(f"{name} does not compute with a cache that this version knows: {e}") from e
     return DryRun(cache_class, list(cache.layers), frozenset(one_for_both))

@@ -27,7 +27,7 @@ from kvarve.engine.ranks import Ranks
 from kvarve.engine.shards import divide, head_groups, with_groups, with_replicated
 from kvarve.engine.state import StateLayout, Workspace, check_pages
 from kvarve.engine.stepwise import make_resumable
-from kvarve.engine.wrappers import model_class, own_config, require_causal
+from kvarve.engine.wrappers import compute, model_class, own_config, require_causal
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import HeadGroups, ModelIdentity, check_grid
 
@@ -130,10 +130,7 @@ def forward(model: Any, workspace: Workspace, ids: Tensor) -> Tensor:
     start, stop = workspace.tokens, workspace.tokens + ids.shape[1]
     assert stop <= workspace.max_tokens, f"token {stop} is beyond the {workspace.max_tokens} of this workspace"
     positions = torch.arange(start, stop, device=ids.device)[None]
-    with torch.no_grad():
-        output = model(
-            input_ids=ids, position_ids=positions, past_key_values=workspace.cache, use_cache=True, logits_to_keep=1
-        )
+    output = compute(model, workspace.cache, input_ids=ids, position_ids=positions, logits_to_keep=1)
     workspace.computed(ids.shape[1])
     workspace.arrived()
     logits: Tensor = output.logits[0, -1]

@@ -154,7 +154,7 @@ def _buffer(layer: int, what: str, shape: Sequence[int], dtype: torch.dtype) -> 
 class Workspace:
     """The state of one request while it computes: load cached pages, `resume`, compute, save new pages.
 
-    `cache` goes into the model's forward as `past_key_values`. It is private: `load` copies pages in and `save`
+    `cache` goes into the model's forward. It is private: `load` copies pages in and `save`
     copies them out, so no later token can change a page that others share. Arenas are mappings from the buffer's
     name to [slots, *buffer.shape] on the workspace's device.
     """

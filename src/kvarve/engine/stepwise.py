@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from transformers.cache_utils import Cache
 
 from kvarve.engine.layers import LayerPlan, dry_run, new_cache, plan_layers
+from kvarve.engine.wrappers import compute
 
 
 def layers_ignoring_state(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:
@@ -103,8 +104,7 @@ def writers(model: Any, cache: Any, method: str) -> dict[int, list[Any]]:
 
 def _compute(model: Any, cache: Any, start: int, stop: int) -> None:
     ids = torch.arange(start, stop, device=model.device)[None]
-    with torch.no_grad():
-        model(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
+    compute(model, cache, input_ids=ids, position_ids=ids)
 
 
 def _recurrent(cache: Any, number: int) -> list[Tensor]:

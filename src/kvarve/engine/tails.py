@@ -20,6 +20,7 @@ from kvarve.engine.layers import Layer, LayerPlan, new_cache
 from kvarve.engine.model import forward
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.engine.state import StateLayout
+from kvarve.engine.wrappers import compute
 
 log = logging.getLogger(__name__)
 
@@ -140,15 +141,8 @@ class Tails:
         )
         mask = (columns >= starts[:, None]).long() if bool(starts.any()) else None
         positions = (columns[before:] - starts[:, None]).clamp(min=0)
-        with torch.no_grad():
-            output = model(
-                input_ids=padded,
-                position_ids=positions,
-                attention_mask=mask,
-                past_key_values=new_cache(layout.cache_class, layers),
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        cache = new_cache(layout.cache_class, layers)
+        output = compute(model, cache, input_ids=padded, position_ids=positions, attention_mask=mask, logits_to_keep=1)
         for row, workspace in enumerate(workspaces):
             workspace.computed(lengths[row])
             workspace.arrived()

@@ -9,7 +9,9 @@ import inspect
 from functools import cache
 from typing import Any
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.masking_utils import create_causal_mask
 
 from kvarve.errors import ModelError
 
@@ -23,9 +25,7 @@ def model_class(config: Any) -> Any | None:
         found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
     else:
         return None
-    if wraps and issubclass(kind, found.config_class):
-        found = without_towers(found)
-    return with_usual_cache(found) if "cache_params" in inspect.signature(found.forward).parameters else found
+    return without_towers(found) if wraps and issubclass(kind, found.config_class) else found
 
 
 def own_config(config: Any) -> Any:
@@ -52,17 +52,25 @@ def without_towers(wrapper: Any) -> Any:
     return _like(wrapper, __init__=__init__)
 
 
+# transformers calls the cache of a model `cache`; before 5.24 `past_key_values`, and `cache_params` in state spaces.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+CACHE_PARAMS = "cache_params"
+
+
+def cache_argument(model: Any) -> str:
+    """The argument by which a model takes its cache, and the field in which its output has it."""
+    return CACHE_PARAMS if CACHE_PARAMS in _arguments(type(model).forward) else CACHE
+
+
 @cache
-def with_usual_cache(theirs: Any) -> Any:
-    """The class of a model of states alone, which calls its cache by another name and knows no positions, called as
-    others are."""
+def _arguments(forward: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
-    def forward(self: Any, *args: Any, past_key_values: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
-        output = theirs.forward(self, *args, cache_params=past_key_values, **kwargs)
-        output["past_key_values"] = output.cache_params
-        return output
 
-    return _like(theirs, forward=forward)
+def compute(model: Any, cache: Any, **inputs: Any) -> Any:
+    """The output of a model for some tokens after those in the cache, which takes them too."""
+    with torch.no_grad():
+        return model(**inputs, **{cache_argument(model): cache}, use_cache=True)
 
 
 def require_causal(model: Any) -> None:

@@ -2,7 +2,7 @@
 
     prefixes = PrefixCachedModel(model, CacheConfig(device_memory=1 << 30))
     with prefixes.resume(input_ids) as past:
-        output = model.generate(input_ids, past_key_values=past, max_new_tokens=64)
+        output = model.generate(input_ids, cache=past, max_new_tokens=64)  # before transformers 5.24: past_key_values
 
 Cached pages of the prompt are loaded, the rest of its whole chunks is computed and cached, and `generate` goes on from
 there with the tokens that are left.

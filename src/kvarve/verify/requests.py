@@ -12,6 +12,7 @@ from torch import Tensor
 from kvarve.engine.model import LoadedModel, forward
 from kvarve.engine.prefill import keep, resumed, wait_for_room
 from kvarve.engine.state import Workspace
+from kvarve.engine.wrappers import cache_argument, compute
 from kvarve.prefix_cache import PrefixCache
 
 Step = Callable[[Tensor], Tensor]
@@ -81,11 +82,8 @@ class Uncached:
             nonlocal cache, at
             # As `generate` does: without positions, some models count from 0 in every chunk.
             positions = torch.arange(at, at + ids.shape[1], device=ids.device)[None]
-            with torch.no_grad():
-                output = model(
-                    input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
-                )
-            cache, at = output.past_key_values, at + ids.shape[1]
+            output = compute(model, cache, input_ids=ids, position_ids=positions, logits_to_keep=1)
+            cache, at = output[cache_argument(model)], at + ids.shape[1]
             logits: Tensor = output.logits[0, -1]
             return logits
 
