@@ -98,7 +98,7 @@ class _InRows(Layer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take [rows, heads, 1, width]; returns [rows, heads, columns, width]."""
         keys = self.columns["keys"].push(key_states[:, :, 0]).transpose(1, 2)
-        values = keys  # where one tape is both
+        values = keys[..., : value_states.shape[-1]]  # where one tape is both, or values have no width
         if "values" in self.columns:
             values = self.columns["values"].push(value_states[:, :, 0]).transpose(1, 2)
         self.cumulative_length += 1

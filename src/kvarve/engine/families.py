@@ -17,6 +17,7 @@ from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
 from kvarve.commands import Models
+from kvarve.engine.in_words import MISFITS, in_words
 from kvarve.engine.layers import page_multiple, plan_layers
 from kvarve.engine.model import DTYPES, build_model, check_model, is_bare, load_model, read_config
 from kvarve.engine.state import StateLayout
@@ -45,7 +46,7 @@ class Family:
         try:
             return known(**self.settings)
         except Exception as e:  # each config class checks its fields with exceptions of its own
-            raise ModelError(f"transformers {transformers.__version__} refuses this config: {e}") from e
+            raise ModelError(f"transformers {transformers.__version__} refuses this config: {in_words(e)}") from e
 
 
 # Of its published config, where it differs from DeepSeek-V3's.
@@ -76,6 +77,7 @@ FAMILIES = (
     Family("Kimi-K2", "DeepseekV3Config", KIMI_K2),
     Family("LongCat-Flash", "LongcatFlashConfig"),
     Family("GLM-5", "GlmMoeDsaConfig"),
+    Family("GLM-5.3", "Glm5NextConfig"),
     Family("DeepSeek-V4", "DeepseekV4Config"),
     Family("Kimi-Linear", "KimiLinearConfig"),
     Family("Jamba", "JambaConfig"),
@@ -190,22 +192,27 @@ def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk
     try:
         with torch.device("meta"):
             model = build_model(config, dtype)
+        model.set_experts_implementation("batched_mm")  # the one whose shapes are known in every dtype
         require_causal(model)
         layout = _layout(model, page_tokens, chunk_tokens)
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError) as e:
-        raise ModelError(f"{name}: no model can be built of this config: {' '.join(str(e).split())}") from e
-    except (RuntimeError, NotImplementedError) as e:  # an operation that reads a value
-        raise _Opaque(str(e)) from e
+    except MISFITS as e:
+        raise ModelError(f"{name}: no model can be built of this config: {in_words(e)}") from e
+    except RuntimeError as e:  # torch's words for a value that is read have "meta tensor" or "device meta"
+        raise _Opaque(VALUES if "meta" in str(e) else in_words(e)) from e
     parameters = sum(tensor.numel() for tensor in model.parameters())
     return facts(name, model.config, layout, str(dtype).removeprefix("torch."), parameters)
 
 
+VALUES = "shapes depend on values that its code reads, and without weights there are none"
+
+
 class _Opaque(Exception):
-    """The shapes of a model depend on values, so they are unknown on the meta device."""
+    """A model does not compute on the meta device, as if its shapes depend on values; with weights it may."""
 
 
 class _Answering(TorchFunctionMode):
-    """Answers a number where a model reads a whole number out of a tensor without bytes."""
+    """Answers a number where a model reads a whole number out of a tensor without bytes, and where it asks which values
+    are not zero, such as the experts that tokens go to, so many and one more."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -215,6 +222,9 @@ class _Answering(TorchFunctionMode):
         if func is torch.Tensor.item and args[0].is_meta and not args[0].is_floating_point():
             self.asked = True
             return self.number
+        if func is torch.Tensor.nonzero and args[0].is_meta and not (kwargs or {}).get("as_tuple"):
+            self.asked = True
+            return args[0].new_empty((self.number + 1, args[0].ndim), dtype=torch.long)
         return func(*args, **(kwargs or {}))
 
 
@@ -228,7 +238,7 @@ def _layout(model: Any, page_tokens: int, chunk_tokens: int) -> StateLayout:
             with _Answering(1):
                 other = StateLayout.of(model, page_tokens, chunk_tokens)
             if other.pools != layout.pools:
-                raise _Opaque("what it keeps depends on values that it reads")
+                raise _Opaque(VALUES)
     return layout
 
 
@@ -254,7 +264,9 @@ def describe_model(name: str, dtype: str, page_tokens: int | None, chunk_tokens:
     try:
         found = describe(name, config, torch_dtype, page, chunk)
         return replace(found, unloadable="it has no weights and no tokenizer yet") if bare else found
-    except _Opaque:
+    except _Opaque as e:
+        if bare:
+            raise ModelError(f"{name}: it cannot be described from its config alone: {e}") from e
         loaded = load_model(name, dtype=dtype, page_tokens=page, chunk_tokens=chunk)
         parameters = sum(tensor.numel() for tensor in loaded.model.parameters())
         return facts(name, config, loaded.layout, loaded.identity.dtype, parameters)
@@ -272,7 +284,7 @@ def survey(
             page, chunk = _grid(config, family.name, page_tokens, chunk_tokens)
             yield describe(family.name, config, torch.bfloat16, page, chunk)
         except (KvarveError, _Opaque) as e:
-            yield Facts(family.name, model_type, supported=False, why=" ".join(str(e).split()))
+            yield Facts(family.name, model_type, supported=False, why=str(e))
 
 
 def _grid(config: Any, name: str, page_tokens: int | None, chunk_tokens: int | None) -> tuple[int, int]:

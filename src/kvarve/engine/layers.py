@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from kvarve.engine.in_words import MISFITS, in_words
 from kvarve.engine.wrappers import cache_argument, compute, model_class
 from kvarve.errors import ModelError
 
@@ -145,7 +146,8 @@ class _OnTape(Layer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take [1, heads, n, width]; returns all that the layer attends to, new tokens included."""
-        keys = values = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
+        keys = self._push("keys", key_states[0].transpose(0, 1)).transpose(0, 1)[None]
+        values = keys[..., : value_states.shape[-1]]  # where one tape is both, or values have no width
         if "values" in self.tapes:
             values = self._push("values", value_states[0].transpose(0, 1)).transpose(0, 1)[None]
         self.cumulative_length = self.get_seq_length()
@@ -153,6 +155,13 @@ class _OnTape(Layer):
 
     def get_seq_length(self) -> int:
         return self.tapes["keys"].end
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys [1, heads, n, width] of all tokens here, by which some models count them."""
+        self.arrive()
+        tape = self.tapes["keys"]
+        return tape.read(tape.front, tape.end).transpose(0, 1)[None]
 
     def _push(self, name: str, tokens: Tensor) -> Tensor:
         self.arrive()
@@ -404,8 +413,8 @@ def plan_layers(config: Any, name: str) -> tuple[LayerPlan, ...]:
     model_class(config)  # some layers are registered only when their model is imported
     try:
         fresh = DynamicCache(config=config).layers
-    except KeyError as e:
-        raise ModelError(f"{name}: transformers has no cache layer for {e}") from e
+    except Exception as e:  # each config class works its layers out, and fails with exceptions of its own
+        raise ModelError(f"{name}: transformers makes no cache of this config: {in_words(e)}") from e
     for number, layer in enumerate(fresh):
         if type(layer).__name__ not in LAYERS:
             raise ModelError(f"{name}: layer {number} keeps its state in a {layer}, which this version cannot keep yet")
@@ -443,14 +452,19 @@ def dry_run(model: Any, plans: Sequence[LayerPlan]) -> DryRun:
         try:
             cache, one_for_both = _watched(cache_class, plans)
             compute(model, cache, input_ids=ids)
-        except ValueError:  # it requires a cache class of its own
+        except MISFITS:  # it may require a cache class of its own
             cache_class = type(compute(model, None, input_ids=ids)[cache_argument(model)])
-            if CACHES.get(cache_class.__name__) is None:
+            if cache_class is DynamicCache:
                 raise
+            if cache_class.__name__ not in CACHES:
+                theirs = cache_class.__name__
+                raise ModelError(f"{name} keeps its state in a {theirs}, which this version cannot keep yet") from None
             cache, one_for_both = _watched(cache_class, plans)
             compute(model, cache, input_ids=ids)
-    except (TypeError, ValueError, AttributeError) as e:
-        raise ModelError(f"{name} does not compute with a cache that this version knows: {e}") from e
+    except MISFITS as e:
+        raise ModelError(f"{name} does not compute text with a cache: {in_words(e)}") from e
+    if len(cache.layers) != len(plans):
+        raise ModelError(f"{name} adds layers to its cache while it computes, which this version cannot keep yet")
     return DryRun(cache_class, list(cache.layers), frozenset(one_for_both))
 
 

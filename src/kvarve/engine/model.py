@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from kvarve.engine.identity import Marks, identity_of, weights_digest
+from kvarve.engine.in_words import in_words, one_line
 from kvarve.engine.layers import plan_layers
 from kvarve.engine.quantized import Packing, dequantizing, method_of, unreadable, without_quantization
 from kvarve.engine.ranks import Ranks
@@ -84,7 +85,7 @@ class LoadedModel:
                 messages, tools=tools, add_generation_prompt=True, tokenize=False, **variables
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
-            raise ModelError(f"the chat template of {self.name} refuses these messages: {_line(e)}") from e
+            raise ModelError(f"the chat template of {self.name} refuses these messages: {one_line(e)}") from e
         return text
 
 
@@ -214,7 +215,7 @@ def load_model(
                 pools = with_groups(pools, whole.pools, groups, ranks.rank, ranks.ranks)
             layout = replace(layout, pools=pools)
     except (RuntimeError, LookupError, ArithmeticError, AssertionError) as e:  # out of memory, or a broken model
-        raise ModelError(f"{found.folder}: the model does not compute on {device}: {_line(e)}") from e
+        raise ModelError(f"{found.folder}: the model does not compute on {device}: {in_words(e)}") from e
     identity = identity_of(model, layout)
     if found.quantization:
         identity = replace(identity, quantisation=f"{found.quantization}, dequantized")
@@ -273,13 +274,15 @@ def with_chat_template(model: LoadedModel, template: str | None) -> LoadedModel:
         try:
             text = path.read_text()
         except (OSError, ValueError) as e:
-            raise ConfigError(f"--chat-template: {template}: {_line(e)}; name a file with a Jinja template") from None
+            raise ConfigError(
+                f"--chat-template: {template}: {one_line(e)}; name a file with a Jinja template"
+            ) from None
     model.tokenizer.chat_template = text
     try:
         model.render_chat([{"role": "user", "content": "a"}])
     except ModelError as e:
         if isinstance(e.__cause__, jinja2.TemplateSyntaxError):
-            raise ConfigError(f"--chat-template: {source} is no template: {_line(e.__cause__)}") from None
+            raise ConfigError(f"--chat-template: {source} is no template: {one_line(e.__cause__)}") from None
     return model
 
 
@@ -310,7 +313,7 @@ class _Checkpoint:
             try:
                 packing.check(files)
             except ModelError as e:
-                raise ModelError(f"{folder}: its weights are quantized ({method}): {_line(e)}") from None
+                raise ModelError(f"{folder}: its weights are quantized ({method}): {one_line(e)}") from None
         if not (folder / TOKENIZER).is_file():
             way = _way_from_tiktoken(folder)
             raise ModelError(f"{folder}: no {TOKENIZER}, which is the only form of tokenizer that is read{way}")
@@ -327,7 +330,7 @@ class _Checkpoint:
         try:
             return PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
         except Exception as e:  # the tokenizers library raises nothing narrower
-            raise ModelError(f"{self.folder}: the tokenizer cannot be read: {_line(e)}") from e
+            raise ModelError(f"{self.folder}: the tokenizer cannot be read: {one_line(e)}") from e
 
     def model(self, attention: str) -> Any:
         settings: dict[str, Any] = {
@@ -348,7 +351,7 @@ class _Checkpoint:
                         self.folder, config=own_config(self.config), dtype=self.dtype, **settings
                     )
         except Exception as e:  # models check their configs, and libraries their files, with exceptions of their own
-            raise ModelError(f"{self.folder}: the weights cannot be loaded: {_line(e)}") from e
+            raise ModelError(f"{self.folder}: the weights cannot be loaded: {in_words(e)}") from e
         # transformers would leave these weights random.
         if missing := sorted(info["missing_keys"]):
             raise ModelError(f"{self.folder}: {len(missing)} weights are not in the checkpoint, such as {missing[0]}")
@@ -374,7 +377,7 @@ class _Checkpoint:
         try:
             return GenerationConfig.from_pretrained(self.folder, local_files_only=True)
         except Exception as e:  # its fields are checked with exceptions of several kinds
-            raise ModelError(f"{path}: {_line(e)}") from e
+            raise ModelError(f"{path}: {one_line(e)}") from e
 
 
 def _model_class(config: Any) -> Any:
@@ -411,7 +414,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as e:
-        raise ModelError(f"{path}: {_line(e)}") from e
+        raise ModelError(f"{path}: {one_line(e)}") from e
     if not isinstance(content, dict):
         raise ModelError(f"{path}: not a JSON object")
     return content
@@ -439,7 +442,7 @@ def _read_config(folder: Path) -> Any:
             return transformers.CONFIG_MAPPING[known].from_dict({**own, "model_type": known})
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # each config class checks its fields with exceptions of its own
-        raise ModelError(f"{path}: {model_type}: {_line(e)}") from e
+        raise ModelError(f"{path}: {model_type}: {in_words(e)}") from e
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -479,9 +482,9 @@ def _check_safetensors(path: Path, quantization: str) -> set[str]:
         with safe_open(path, framework="pt") as file:
             dtypes = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118  no mapping
     except OSError as e:
-        raise ModelError(f"{path}: {_line(e)}") from e
+        raise ModelError(f"{path}: {one_line(e)}") from e
     except SafetensorError as e:
-        raise ModelError(f"{path}: truncated, damaged or not a safetensors file: {_line(e)}") from e
+        raise ModelError(f"{path}: truncated, damaged or not a safetensors file: {one_line(e)}") from e
     for name, dtype in dtypes.items() if not quantization else ():
         numbers = dtype in WHOLE_NUMBERS and name.endswith(".weight")
         if numbers or dtype.startswith(PACKED_TYPES) or name.endswith(PACKED_NAMES):
@@ -512,11 +515,6 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     if odd := [token for token in listed if token is not None and not isinstance(token, int)]:
         raise ModelError(f"an answer cannot end at a token {odd[0]!r}: eos_token_id is a whole number or several")
     return frozenset(token for token in listed if token is not None)
-
-
-def _line(error: Exception) -> str:
-    """The message of an exception, on one line and not too long."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def check_device(device: str) -> None:

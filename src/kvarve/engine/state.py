@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from kvarve import boundaries
+from kvarve.engine.in_words import MISFITS, in_words
 from kvarve.engine.layers import LayerPlan, Tape, dry_run, new_cache, page_multiple, plan_layers
 from kvarve.engine.stepwise import layers_ignoring_state
+from kvarve.engine.wrappers import compute
 from kvarve.errors import ConfigError, ModelError
 from kvarve.model import BufferSpec, PoolSpec, window_lookback
+
+TRIED_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,12 @@ class StateLayout:
         for number, (plan, layer) in enumerate(zip(plans, tried.layers, strict=True)):
             per_token, per_sequence = plan.mixin.per_token(layer), plan.mixin.per_sequence(layer)
             if not (per_token or per_sequence) and plan.keeps:
-                raise ModelError(f"{name}: layer {number} ({layer}) kept nothing to put in a page")
+                raise ModelError(f"{name}: layer {number} ({layer}) keeps nothing in the cache that it is given")
             if number in tried.one_for_both:
                 del per_token["values"]
             for what, found in per_token.items():
+                if 0 in found.entries.shape[1:]:  # nothing to keep
+                    continue
                 shape = (page_tokens // found.tokens, *found.entries.shape[1:])
                 kind = found.tokens, plan.window if found.tokens == 1 else None
                 entries.setdefault(kind, []).append(_buffer(number, what, shape, found.entries.dtype))
@@ -73,7 +79,22 @@ class StateLayout:
         ]
         if states:
             pools.append(PoolSpec("state", tuple(states), lookback=1, in_place=True))
-        return cls(page_tokens, chunk_tokens, tuple(pools), plans, tried.cache_class)
+        layout = cls(page_tokens, chunk_tokens, tuple(pools), plans, tried.cache_class)
+        layout._try(model)
+        return layout
+
+    def _try(self, model: Any) -> None:
+        """ModelError unless a model computes a few tokens, and one more after them, with a workspace of this layout."""
+        name, workspace = type(model).__name__, Workspace(self, TRIED_TOKENS + 1, model.device)
+        for start, stop in ((0, TRIED_TOKENS), (TRIED_TOKENS, TRIED_TOKENS + 1)):
+            ids = torch.arange(start, stop, device=model.device)[None]
+            try:
+                compute(model, workspace.cache, input_ids=ids, position_ids=ids)
+            except MISFITS as e:
+                raise ModelError(f"{name} does not compute with the cache that its pages fill: {in_words(e)}") from e
+            workspace.computed(stop - start)
+            if workspace.tokens != stop:
+                raise ModelError(f"{name} keeps {workspace.tokens} tokens of a prompt of {stop}: it adds its own")
 
     @property
     def page_multiple(self) -> int:

@@ -40,7 +40,8 @@ class _InTails(Layer):
         """Take [rows, heads, n, width]; returns [rows, heads, columns, width]."""
         new = key_states.shape[2]
         columns = new + (self.cumulative_length if self.past is None else min(self.past, self.cumulative_length))
-        keys = values = self._push("keys", key_states.transpose(1, 2), columns).transpose(1, 2)
+        keys = self._push("keys", key_states.transpose(1, 2), columns).transpose(1, 2)
+        values = keys[..., : value_states.shape[-1]]  # where one tape is both, or values have no width
         if "values" in self.rows[0].tapes:
             values = self._push("values", value_states.transpose(1, 2), columns).transpose(1, 2)
         self.cumulative_length += new

@@ -23,6 +23,7 @@ from kvarve.engine.model import forward, token_limit
 from kvarve.engine.prefill import keep, resumed, wait_for_room
 from kvarve.engine.state import StateLayout, Workspace
 from kvarve.engine.stepwise import make_resumable
+from kvarve.engine.wrappers import require_causal
 from kvarve.errors import Broken, ConfigError
 from kvarve.prefix_cache import PrefixCache
 
@@ -44,6 +45,7 @@ class PrefixCachedModel:
         Layers of the model that would lose their state at a chunk (Jamba's) are changed to resume from it.
         Raises ConfigError, ModelError or StorageError as `PrefixCache`, `StateLayout` and `identity_of` do.
         """
+        require_causal(model)
         make_resumable(model)
         self.model = model
         self.layout = StateLayout.of(model, page_tokens, chunk_tokens)

@@ -297,6 +297,21 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         _wrapping(THREE_POSITIONS, vision_config=QWEN_EYES | {"deepstack_visual_indexes": [0]}),
     ),
     "glm4v": ("Glm4vConfig", _wrapping(THREE_POSITIONS, vision_config=QWEN_EYES)),
+    # Keys without a rotated part, which the cache gets in place of values, and an indexer of pools of tokens.
+    "glm5_next": (
+        "Glm5NextConfig",
+        _wrapping(
+            _but(_deepseek(num_hidden_layers=4, **INDEX), "head_dim", "first_k_dense_replace", qk_rope_head_dim=0)
+            | {
+                "layer_types": ["linear_attention", "full_attention"] * 2,
+                "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+                "linear_head_dim": 8,
+                "linear_num_heads": 2,
+                "index_kpool": 4,
+            },
+            vision_config=QWEN_EYES,
+        ),
+    ),
     "kimi_k25": (
         "Kimi_K25Config",
         _wrapping(_deepseek(num_hidden_layers=2, model_type="kimi_k2"), vision_config=EYES, projection_hidden_size=16),
