@@ -4,28 +4,38 @@ one, and not all at once because their model is closed just now.
 Every call holds the folder's mutex, so that no process opens one of these models meanwhile.
 """
 
+import logging
 import os
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
+from threading import Lock
 
 import numpy as np
 
+from kvarve.errors import StorageError
 from kvarve.storage.file.clock import read_clock
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.folder import (
     TABLE,
     Folder,
+    Known,
     files_of_model,
     known_models,
     remove_model,
     slab_name,
     slab_numbers,
 )
+from kvarve.storage.file.index import Index, Limits
+from kvarve.storage.file.moving import rescue
 from kvarve.storage.file.orders import LastUse
 from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, Slab, unlink
 from kvarve.storage.file.table import STORED, owner_of, times
+
+log = logging.getLogger(__name__)
 
 # A slab of another class, or of an idle model, is removed if its objects are on average this many times as old as the
 # victim here; the last slab of a class only if all of its objects are older.
@@ -36,15 +46,16 @@ _MUCH_OLDER = 2.0
 class Offer:
     """A slab that could be removed: `slab` if it is of this process's model, else the `number`-th of another `model`.
 
-    `is_last`: the only one of its class in its model. Without it a prompt that needs one page of each class could
-    resume nowhere, and a class of small objects keeps its objects for the longest. Ages are in ns: of its objects on
-    average, and of the youngest.
+    `slot_bytes`: its class, 0 if unknown. `is_last`: the only one of its class in its model. Without it a prompt that
+    needs one page of each class could resume nowhere, and a class of small objects keeps its objects for the longest.
+    Ages are in ns: of its objects on average, and of the youngest.
     """
 
     slab: Slab | None
     model: str
     number: int
     bytes: int
+    slot_bytes: int
     is_last: bool
     mean_age_ns: float
     least_age_ns: float
@@ -57,16 +68,29 @@ class Offer:
         return self.is_last, -self.mean_age_ns
 
 
+def chosen(offers: Sequence[Offer], size_bytes: int) -> list[Offer]:
+    """The slabs to remove for so many bytes: the oldest first, the last ones of their classes only if need be."""
+    found, lasts, left = list[Offer](), list[Offer](), Counter((each.model, each.slot_bytes) for each in offers)
+    for offer in sorted(offers, key=Offer.sort_key):
+        left[offer.model, offer.slot_bytes] -= 1
+        is_last = offer.slot_bytes and not left[offer.model, offer.slot_bytes]
+        (lasts if is_last else found).append(offer)
+    ordered, taken = [*found, *lasts], [0, *accumulate(offer.bytes for offer in (*found, *lasts))]
+    return [offer for offer, before in zip(ordered, taken, strict=False) if before < size_bytes]
+
+
 class IdleModels:
     def __init__(self, folder: Folder) -> None:
         self._folder, self._disk = folder, folder.disk
         # By model and number: the table's inode and mtime, the size of its slots, and their last use.
         self._seen: dict[tuple[str, int], tuple[tuple[int, int], int, LastUse]] = {}
+        self._known: dict[str, Known] = {}  # of the last offers, by name
 
     def offers(self) -> list[Offer]:
         """All slabs of all models that no process has open."""
         found, models = [], self._folder.models
-        for model in known_models(self._disk, models)[0]:
+        self._known = {model.name: model for model in known_models(self._disk, models)[0]}
+        for model in self._known.values():
             if model.name != self._folder.model.path.name:
                 with self._disk.closing(self._disk.enter_below(models, model.name)) as folder:
                     if not is_in_use(self._disk, folder):
@@ -86,7 +110,7 @@ class IdleModels:
         classes = Counter(slot_bytes for _, slot_bytes, _ in found.values())
         return [
             Offer(
-                *(None, model, number, size_bytes, slot_bytes > 0 and classes[slot_bytes] == 1),
+                *(None, model, number, size_bytes, slot_bytes, slot_bytes > 0 and classes[slot_bytes] == 1),
                 *(max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns)),
             )
             for number, (size_bytes, slot_bytes, used) in found.items()
@@ -108,6 +132,24 @@ class IdleModels:
                 seen = key, slab.shape.slot_bytes, LastUse.of(used)
             self._seen[model, number] = seen
         return seen[1:]
+
+    def rescue(self, going: Sequence[Offer], limits: Limits, *, goes_on: Callable[[], bool]) -> None:
+        """Move the hottest objects of slabs that are about to be removed to others of their models."""
+        for name in {offer.model for offer in going if offer.slab is None}:
+            numbers, model = {offer.number for offer in going if offer.model == name}, self._known[name]
+            folder = Folder(self._disk, self._folder.directory, model.label, model.description, make=False)
+            try:
+                folder.enter(None)
+                index = Index(self._disk, folder, model.label, limits)
+                index.begin(repair=False)
+                index.refresh()
+                leaving = [slab for slab in index.slabs.values() if slab.number in numbers and slab.lock_all()]
+                rescue(index, Lock(), leaving, goes_on=goes_on)
+                index.close()
+            except (OSError, StorageError) as error:
+                log.warning("%s: not all that is used could be moved: %s", self._folder.models.path / name, error)
+            finally:
+                folder.close()
 
     def remove(self, offer: Offer, why: str) -> None:
         """Remove a slab, and with its last slab the model."""

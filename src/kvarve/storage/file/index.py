@@ -388,6 +388,28 @@ class Index:
         self._unlist(slab, row)
         self._set(slab, [row], RESERVED)
 
+    def claim(self, slab: Slab, row: int) -> bool:
+        """Seize a row that is free or has an object, which is evicted, to be filled. False: another process has it."""
+        if slab.state[row] not in (FREE, STORED) or not self.seize(slab, row):
+            return False
+        if slab.state[row] == STORED:
+            self.evict(slab, row)
+            self.evicted += 1
+        else:
+            slab.state[row] = RESERVED
+            if slab.generation[row] and not slab.told[row]:  # as in `reserve`
+                self._dirty[slab].add(row)
+        return True
+
+    def move(self, source: RowAddress, target: RowAddress) -> None:
+        """A claimed row has been filled with an object of another slab, which is about to be removed: the object lies
+        there now, as old and as much used as it was."""
+        (slab, row), (other, at) = source, target
+        name, length, stored = slab.names[row], int(slab.length[row]), int(slab.stored[row])
+        self.keep(other, [at], [name], [length], stored)
+        other.used[at], other.uses[at] = slab.used[row], slab.uses[row]
+        slab.state[row] = FREE
+
     def keep(self, slab: Slab, rows: Sequence[int], names: Sequence[str], lengths: Sequence[int], now_ns: int) -> None:
         """Seized rows have been filled: they are STORED."""
         for name in names:

@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -18,8 +18,9 @@ from kvarve.errors import StorageError
 from kvarve.storage.base import group_of
 from kvarve.storage.file.disk import FULL, NotOurs
 from kvarve.storage.file.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
-from kvarve.storage.file.idle_models import IdleModels, Offer
+from kvarve.storage.file.idle_models import IdleModels, Offer, chosen
 from kvarve.storage.file.index import SECOND_NS, Index, number_of
+from kvarve.storage.file.moving import rescue
 from kvarve.storage.file.orders import EvictionQueue, LastUse, coldest
 from kvarve.storage.file.put import Put
 from kvarve.storage.file.slabs import Broken, RowAddress, Slab, unlink
@@ -33,6 +34,9 @@ _SLAB_BYTES = 256 << 20
 _SHARE = 16
 _RETRY_NS = 10_000_000_000  # until a slot class that found no space for a slab tries again
 _QUEUES = 32  # eviction queues that are cached: there may be many groups, and each queue is quick to compute
+# How long objects are moved out of slabs that are to be removed: in a put, and when the store is opened with less
+# capacity (other processes wait for the folder's mutex).
+_MOVING_NS, _SHRINKING_NS = 500_000_000, 5_000_000_000
 AT_ONCE = 32  # objects per hold of the lock, which bounds how long readers wait
 
 
@@ -230,7 +234,7 @@ class SlabAllocator:
             space_bytes = self._space_bytes(put, sum(each.bytes for each in offers))
             if older is None or self._shape_for(slot_bytes, space_bytes) is None:
                 return False
-            if not self._remove(older, "what is stored now is used more"):
+            if not self._remove(older, "what is stored now is used more", put.kept):
                 return False
             put.freed_bytes += older.bytes
             if self._grow(put, slot_bytes) or self._shape_for(slot_bytes, self._space_bytes(put)) is None:
@@ -315,17 +319,31 @@ class SlabAllocator:
             if slab.shape.slot_bytes != but and slab not in held and slab.number not in kept:
                 used = LastUse.of(slab.used[slab.state == STORED])
                 ages = (max(0.0, now_ns - each) for each in (used.mean_ns, used.last_ns))
-                is_last = classes[slab.shape.slot_bytes] == 1
-                found.append(Offer(slab, "", slab.number, slab.shape.bytes, is_last, *ages))
+                kind = slab.shape.slot_bytes
+                found.append(Offer(slab, "", slab.number, slab.shape.bytes, kind, classes[kind] == 1, *ages))
         return found
 
-    def _remove(self, offer: Offer, why: str) -> bool:
-        """Whether a slab could be removed: no other process is filling it."""
+    def _remove(self, offer: Offer, why: str, keep: Set[int]) -> bool:
+        """Whether a slab could be removed: no other process is filling it. Its hottest objects are moved first, but not
+        in the place of those that `keep` names."""
         if offer.slab is not None:
-            return self.remove(offer.slab, why)
+            return bool(self._lock_and_move([offer.slab], keep, _MOVING_NS)) and self.remove(offer.slab, why)
         self._idle_models.remove(offer, why)
         self._full_until.clear()
         return True
+
+    def _lock_and_move(self, slabs: Iterable[Slab], keep: Set[int], most_ns: int) -> list[Slab]:
+        """Lock slabs that are to be removed, and move their hottest objects to others for a while. Those that could be
+        locked: of any other, another process is filling a row."""
+        locked = [slab for slab in slabs if slab.lock_all()]
+        rescue(self._index, self._lock, locked, keep, goes_on=self._for(most_ns))
+        return locked
+
+    def _for(self, most_ns: int) -> Callable[[], bool]:
+        """True for a while from now on."""
+        disk = self._folder.disk
+        end_ns = disk.since_boot_ns() + most_ns
+        return lambda: disk.since_boot_ns() < end_ns
 
     def remove(self, slab: Slab, why: str) -> bool:
         """Evict all objects of a slab, and remove it, with the mutex held. False: another process is filling it."""
@@ -376,12 +394,31 @@ class SlabAllocator:
         if self._folder.bytes() > capacity_bytes:
             self._find_lost()
             self._remove_damaged(why)
-        excess, tried = self._folder.bytes() - capacity_bytes, set[tuple[str, int]]()
-        while excess > 0:
-            offers = (each for each in self._offers(Put()) if (each.model, each.number) not in tried)
-            offer = min(offers, key=Offer.sort_key, default=None)
-            if offer is None:
+        tried = set[tuple[str, int]]()
+        while (excess := self._folder.bytes() - capacity_bytes) > 0:
+            offers = [each for each in self._offers(Put()) if (each.model, each.number) not in tried]
+            going = chosen(offers, excess)
+            if not going:
                 break
-            tried.add((offer.model, offer.number))
-            if self._remove(offer, why):
-                excess -= offer.bytes
+            tried |= {(each.model, each.number) for each in going}
+            mine = [each.slab for each in going if each.slab is not None]
+            self._make_small(mine, sum(each.bytes for each in going) - excess)
+            locked = self._lock_and_move(mine, frozenset(), _SHRINKING_NS)
+            self._idle_models.rescue(going, self._index.limits, goes_on=self._for(_SHRINKING_NS))
+            for offer in going:
+                if offer.slab is None:
+                    self._idle_models.remove(offer, why)
+                elif offer.slab in locked:
+                    self.remove(offer.slab, why)
+        self._full_until.clear()
+
+    def _make_small(self, going: Sequence[Slab], space_bytes: int) -> None:
+        """Make a slab within this space for the hottest objects of each class of which all slabs go."""
+        left = {slab.shape.slot_bytes for slab in self._index.slabs.values() if slab not in going}
+        classes = {slab.shape.slot_bytes for slab in going} - left
+        for slot_bytes in classes:
+            most = min(space_bytes // len(classes) - LINE_BYTES, spare_bytes(self._folder.disk, self._folder.root))
+            shape, number = Shape.within(slot_bytes, most), self._new_number()
+            if shape.slots and number is not None:
+                with suppress(OSError):  # the disk is full: they go with the rest
+                    self._index.add(self._new_slab(number, shape), self._lock, empty=True)

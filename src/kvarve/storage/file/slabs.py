@@ -170,7 +170,7 @@ class Slab:
     def _try_direct(self) -> None:
         """Some file systems take the flag and refuse the I/O."""
         try:
-            self.disk.read(self.direct, [_blocks(BLOCK_BYTES)], 0)
+            self.disk.read(self.direct, [blocks(BLOCK_BYTES)], 0)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 self.disk.close(self.direct)
@@ -359,7 +359,7 @@ class Slab:
             if len(self.disk.peek(self.table, ENTRY_BYTES, 0)) < ENTRY_BYTES:
                 return False
             # With direct I/O, as the page cache would answer for a disk that is gone.
-            return self.direct < 0 or self.disk.read(self.direct, [_blocks(BLOCK_BYTES)], 0) == BLOCK_BYTES
+            return self.direct < 0 or self.disk.read(self.direct, [blocks(BLOCK_BYTES)], 0) == BLOCK_BYTES
         except OSError:
             return False
 
@@ -370,7 +370,7 @@ class Slab:
         at, views = self.shape.slot_at(run[0].row), [piece.view for piece in run]
         total = sum(view.nbytes for view in views)
         if self.direct >= 0:
-            into = views if run[0].aligned else [_blocks(total)]
+            into = views if run[0].aligned else [blocks(total)]
             count = self.disk.read(self.direct, into, at)
             if count in (0, sum(view.nbytes for view in into)):
                 if not run[0].aligned:
@@ -390,7 +390,7 @@ class Slab:
         if self.direct >= 0:
             if not run[0].aligned:
                 joined = b"".join(views)
-                views = [_blocks(len(joined))]
+                views = [blocks(len(joined))]
                 views[0][: len(joined)] = joined
             if self.disk.write(self.direct, views, at) == sum(view.nbytes for view in views):
                 return
@@ -535,8 +535,8 @@ def states_of(slabs: Iterable[Slab]) -> dict[str, int]:
     return dict(zip(STATES, counts.tolist(), strict=True))
 
 
-def _blocks(size_bytes: int) -> memoryview:
-    """Block-aligned memory of whole blocks, for direct I/O in place of memory that is not."""
+def blocks(size_bytes: int) -> memoryview:
+    """Block-aligned memory of whole blocks, for direct I/O."""
     return memoryview(mmap.mmap(-1, max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES))
 
 

@@ -1,0 +1,186 @@
+"""A store that is opened with less capacity, or that gives up a slab, keeps what was used last, wherever it lay."""
+
+import itertools
+
+import pytest
+from file_disks import MIB, Clockwork, file_name, total, trouble
+
+from kvarve.storage import FileStorage
+from kvarve.testing.suite import OTHER_LABEL, get, put
+
+WIDE, NARROW = MIB, 256 << 10
+
+
+def page(i: int, size_bytes: int = 4096) -> bytes:
+    return i.to_bytes(4, "little") * (size_bytes // 4)
+
+
+def filled(storage: FileStorage, disk: Clockwork, count: int, size_bytes: int = 4096) -> list[str]:
+    """Objects, ten at a time; the names of those that are there."""
+    for first in range(0, count, 10):
+        assert all(put(storage, **{f"page-{i}": page(i, size_bytes) for i in range(first, first + 10)}))
+        disk.elapse(1)
+    names = [f"page-{i}" for i in range(count)]
+    return [*itertools.compress(names, storage.exists(names))]
+
+
+def use(storage: FileStorage, disk: Clockwork, names: list[str]) -> None:
+    """Now, an hour after they were stored, one a second."""
+    disk.elapse(3600)
+    for name in names:
+        assert get(storage, name) is not None
+        disk.elapse(1)
+
+
+def kept(storage: FileStorage, names: list[str]) -> int:
+    """How many are there, with their bytes."""
+    found = [name for name in names if storage.exists([name]) == [True]]
+    for name in found:
+        data = get(storage, name)
+        assert data is not None and data == page(int(name[5:]), len(data))
+    return len(found)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "s3fifo"])
+def test_a_store_that_becomes_smaller_keeps_the_hot_objects_that_lay_among_cold_ones(opened, folder, eviction):
+    disk = Clockwork()
+    storage = opened(WIDE, disk=disk, eviction=eviction)
+    there_now = filled(storage, disk, 200)
+    hot = there_now[:: len(there_now) // 20][:20]
+    use(storage, disk, hot)
+    slabs = {storage._index.place(name)[0].number for name in hot}
+    assert len(slabs) > 8, "hot objects lie in most slabs"
+    storage.close()
+    storage = opened(NARROW, disk=disk, eviction=eviction)
+    assert total(folder) <= NARROW
+    assert kept(storage, hot) == 20
+    storage.close()
+    storage = opened(NARROW, disk=disk, eviction=eviction)
+    assert kept(storage, hot) == 20, "another process finds them where they were moved to"
+    assert kept(storage, there_now) > 20
+
+
+def test_what_is_moved_is_as_old_and_as_much_used_as_it_was(opened):
+    disk = Clockwork()
+    storage = opened(WIDE, disk=disk)
+    there_now = filled(storage, disk, 200)
+    hot = there_now[:: len(there_now) // 20][:20]
+    use(storage, disk, hot * 2)
+
+    def facts(storage: FileStorage, name: str) -> tuple[int, ...]:
+        slab, row = storage._index.place(name)
+        return tuple(int(column[row]) for column in (slab.length, slab.stored, slab.used, slab.uses))
+
+    before = {name: facts(storage, name) for name in hot}
+    storage.close()
+    storage = opened(NARROW, disk=disk)
+    assert {name: facts(storage, name) for name in hot} == before
+    assert {uses for *_, uses in before.values()} == {2}
+
+
+def test_a_store_that_becomes_smaller_than_one_of_its_slabs_keeps_its_hottest_objects(opened, folder):
+    disk = Clockwork()
+    storage = opened(WIDE, disk=disk)
+    there_now = filled(storage, disk, 200) + ["large"]
+    assert put(storage, large=bytes(20_000)) == [True]
+    hot = there_now[:: len(there_now) // 4][:4]
+    use(storage, disk, hot)
+    least = min(slab.shape.bytes for slab in storage._index.slabs.values())
+    storage.close()
+    storage = opened(least // 2 + (20 << 10), disk=disk)
+    assert total(folder) <= least // 2 + (20 << 10)
+    assert kept(storage, hot) == 4
+
+
+def test_a_model_that_no_process_has_open_keeps_its_hot_objects_too(opened, folder):
+    disk = Clockwork()
+    storage = opened(WIDE, disk=disk)
+    there_now = filled(storage, disk, 200)
+    hot = there_now[:: len(there_now) // 20][:20]
+    use(storage, disk, hot)
+    storage.close()
+    other = opened(NARROW, OTHER_LABEL, "model B", disk=disk)
+    assert total(folder) <= NARROW
+    other.close()
+    assert kept(opened(NARROW, disk=disk), hot) == 20
+
+
+def test_objects_are_moved_for_so_long_and_the_hottest_first(opened, folder, caplog):
+    class Slow(Clockwork):
+        pause_s = 0.0
+
+        def write(self, file, data, at):
+            self.elapse(self.pause_s * (file_name(file).startswith("slab") and not file_name(file).endswith("table")))
+            return super().write(file, data, at)
+
+    disk = Slow()
+    storage = opened(WIDE, disk=disk)
+    there_now = filled(storage, disk, 200)
+    hot = there_now[:: len(there_now) // 60][:60]
+    use(storage, disk, hot)
+    storage.close()
+    disk.pause_s = 0.25
+    began = disk.wall
+    storage = opened(NARROW, disk=disk)
+    assert (disk.wall - began) / 1e9 < 15, "objects are moved for 5 s, and the batch that was begun ends"
+    assert "not all that is used could be moved in time" in caplog.text
+    left = [name for name in hot if storage.exists([name]) == [True]]
+    assert 0 < len(left) < 60 and kept(storage, hot[-20:]) == 20, "those used last"
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_a_bad_sector_costs_the_objects_alone_that_were_to_be_moved_from_or_to_it(opened, folder, call):
+    class Bad(Clockwork):
+        bad = False
+
+        def _maybe(self, this: str, file: int, at: int) -> None:
+            if self.bad and this == call and len(file_name(file)) == len("slab-000000") and at % (5 * 4096) == 0:
+                raise trouble()
+
+        def read(self, file, into, at):
+            self._maybe("read", file, at)
+            return super().read(file, into, at)
+
+        def write(self, file, data, at):
+            self._maybe("write", file, at)
+            return super().write(file, data, at)
+
+    disk = Bad()
+    storage = opened(WIDE, disk=disk)
+    there_now = filled(storage, disk, 200)
+    hot = there_now[:: len(there_now) // 20][:20]
+    use(storage, disk, hot)
+    storage.close()
+    disk.bad = True
+    storage = opened(NARROW, disk=disk)
+    disk.bad = False
+    assert total(folder) <= NARROW
+    assert 12 <= kept(storage, hot) < 20
+    assert not storage._index.held and put(storage, more=b"1") == [True]
+
+
+def test_a_process_that_has_the_store_open_finds_what_another_one_has_moved(opened, folder):
+    """A slab of one class gives its room to another class, and its hot objects are among others of its own."""
+    disk = Clockwork()
+    storage, other = opened(WIDE, disk=disk), opened(WIDE, disk=disk)
+    there_now = filled(storage, disk, 300)
+    hot = [*{storage._index.place(name)[0]: name for name in there_now}.values()]  # one of each slab
+    use(storage, disk, hot)
+    disk.elapse(1)
+    before = {name: storage._index.place(name)[0] for name in hot}
+    assert put(storage, large=bytes(40_000)) == [True]
+    gone = [name for name, slab in before.items() if storage._index.place(name)[0] is not slab]
+    assert gone, "the slab that was removed had some of them"
+    assert kept(storage, hot) == kept(other, hot) == len(hot)
+    assert total(folder) <= WIDE
+
+
+def test_what_a_put_has_answered_for_is_not_evicted_for_what_is_moved(opened):
+    disk = Clockwork()
+    storage = opened(WIDE, disk=disk)
+    there_now = filled(storage, disk, 300)
+    coldest = next(name for name in there_now if storage._index.place(name)[0].number != 0)
+    use(storage, disk, [name for name in there_now if name != coldest])
+    names = [coldest, "large"]
+    stored = storage.put(names, [memoryview(page(int(coldest[5:]))), memoryview(bytes(40_000))])
+    assert stored == [True, True] and storage.exists(names) == stored
