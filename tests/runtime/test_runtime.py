@@ -87,6 +87,24 @@ def test_a_folder_of_files_is_found_by_the_next_cache_that_opens_it(tmp_path: Pa
     assert not [*(tmp_path / "store").rglob("*~")], "a file that was never finished"
 
 
+def test_a_cache_starts_without_a_damaged_folder_and_uses_it_once_it_is_mended(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?capacity=64MiB"
+    cache = PrefixCache(an_identity(), a_config(storage=url))
+    run(cache, LONG)
+    cache.shutdown()
+    (tmp_path / "store" / "kvarve.json").write_bytes(b"{")
+    (tmp_path / "store" / "models").rename(tmp_path / "models")
+    cache = PrefixCache(an_identity(), a_config(storage=url))
+    assert cache.attached is not None and not cache.up
+    assert "kvarve.json is damaged" in cache.attached.storage.last_error
+    assert run(cache, LONG) == (0, 0, 0)
+    cache.evict([Tier.DEVICE, Tier.HOST])
+    (tmp_path / "models").rename(tmp_path / "store" / "models")
+    until(cache, lambda: cache.scheduler.storage_up)
+    assert run(cache, LONG) == (0, 0, ALL)
+    cache.shutdown()
+
+
 @pytest.mark.parametrize("with_storage", [False, True])
 def test_a_continuation_resumes_where_the_prompt_before_it_ended(make: Make, with_storage: bool) -> None:
     cache = make(a_store() if with_storage else None)

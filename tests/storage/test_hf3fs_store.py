@@ -368,7 +368,7 @@ def test_where_no_more_files_can_be_made_those_that_are_there_are_filled(stores:
         ("notes.txt", "mine", "is not empty and not a kvarve store on 3FS"),
         ("kvarve.json", '{"format": "kvarve-slabs/3"}', "in format 'kvarve-slabs/3'.*empty this one"),
         ("kvarve.json", "{", "is damaged"),
-        ("kvarve.json", '{"format": ["x"]}', "in format"),
+        ("kvarve.json", '{"format": ["x"]}', "is damaged"),
     ],
 )
 def test_a_folder_that_is_not_ours_is_refused_and_not_touched(
@@ -378,12 +378,26 @@ def test_a_folder_that_is_not_ours_is_refused_and_not_touched(
     folder.mkdir()
     (folder / name).write_text(content)
     url = f"hf3fs://{folder}?capacity=1GiB&engine=posix&metadata=memory:none"
-    for call in (stores.open, lambda: check_storage(url, label=LABEL, description="model A")):
+    for call in (stores.open, lambda: open_storage(url, label=LABEL, description="model A")):
         with pytest.raises(StorageError, match=said) as told:
             call()
         assert "\n" not in str(told.value)
     assert [path.name for path in folder.iterdir()] == [name]
     assert (folder / name).read_text() == content
+
+
+@pytest.mark.parametrize("marker", [b"", b"{", b'{"format": "kvarve-hf3fs/0"}\n', b"\xff" * 30, None])
+def test_a_damaged_format_is_written_anew_as_the_slots_say_it_too(
+    stores: Stores, marker: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = stores.open()
+    put(storage, page=b"1")
+    path = stores.folder / "here" / "kvarve.json"
+    whole = path.read_bytes()
+    path.write_bytes(marker) if marker is not None else path.unlink()
+    again = stores.open()
+    assert get(again, "page") == b"1"
+    assert path.read_bytes() == whole and "the slots are in this format" in caplog.text
 
 
 def test_files_of_others_in_a_store_are_left_alone(stores: Stores) -> None:

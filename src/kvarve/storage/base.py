@@ -33,6 +33,10 @@ class StorageUsage:
     evicted: int | None = None
 
 
+class Damaged(StorageError):
+    """What says whose a storage is, or in which format, is damaged or cannot be read. Nothing has been touched."""
+
+
 _end: ContextVar[float] = ContextVar("when the caller of a storage gives up", default=inf)
 
 

@@ -4,8 +4,10 @@
 group `kvarve.storage`, ours and others' alike; its module is imported when its first URL is parsed.
 """
 
+import logging
 import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,12 +18,14 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvarve.errors import ConfigError
+from kvarve.errors import ConfigError, StorageError
 from kvarve.regions import HostRegion
 from kvarve.sizes import parse_size
-from kvarve.storage.base import ANY_NAME, Storage
+from kvarve.storage.base import ANY_NAME, Around, Damaged, Storage
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.tiers import Tiers
+
+log = logging.getLogger(__name__)
 
 GROUP = "kvarve.storage"
 DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
@@ -249,12 +253,13 @@ def open_storage(
     Several URLs are tiers, nearest first, each behind a `guard` of its own; see `Tiers` for `whole`. `around(url)` is
     how each is wrapped inside of its guard: for a caller whose objects can be compressed. ConfigError: the setting is
     invalid. StorageError: the storage cannot be used, or (unless `answers` is false) does not answer now, as
-    one on another machine may not. Nothing is touched in either case, unless one of several was opened and another,
-    which passed its checks, then fails.
+    one on another machine may not, or is damaged. Nothing is touched in either case, unless one of several was opened
+    and another, which passed its checks, then fails. A damaged one that need not answer is opened by a later call, once
+    it can be.
     """
     with ExitStack() as undo:
         storages = []
-        for opened in _prepare(setting, label, description, around):
+        for opened in [_opening(url, label, description, around, answers=answers) for url in parse_urls(setting)]:
             storages.append(opened())
             undo.callback(storages[-1].close)
             if answers:
@@ -266,18 +271,73 @@ def open_storage(
 def check_storage(
     setting: str | Sequence[str], *, label: bytes, description: str, around: Callable[[StorageUrl], Wrap] = _plain
 ) -> None:
-    """Raise what `open_storage` would raise, as far as can be known without touching or creating anything."""
-    _prepare(setting, label, description, around)
+    """Raise what `open_storage` would raise for storages that need not answer, as far as can be known without touching
+    or creating anything."""
+    for url in parse_urls(setting):
+        _opening(url, label, description, around, answers=False)
 
 
-def _prepare(
-    setting: str | Sequence[str], label: bytes, description: str, around: Callable[[StorageUrl], Wrap]
-) -> list[Callable[[], Storage]]:
-    def opening(url: StorageUrl) -> Callable[[], Storage]:
-        opened, wrap = backend_of(url).prepare(url, label, description), around(url)
-        return lambda: wrap(opened())
+def _opening(
+    url: StorageUrl, label: bytes, description: str, around: Callable[[StorageUrl], Wrap], *, answers: bool
+) -> Callable[[], Storage]:
+    """Check what a URL names; returns the call that opens it."""
+    backend, wrap = backend_of(url), around(url)
 
-    return [*map(opening, parse_urls(setting))]
+    def anew() -> Storage:
+        return backend.prepare(url, label, description)()
+
+    try:
+        opened = backend.prepare(url, label, description)
+    except Damaged:
+        if answers:
+            raise
+        opened = anew
+
+    def tried() -> Storage:
+        try:
+            return opened()
+        except Damaged as why:
+            if answers:
+                raise
+            log.error("%s: served without this storage: %s", url.text, why)
+            return _Unopened(anew)
+
+    return lambda: wrap(tried())
+
+
+class _Unopened(Around):
+    """A storage that was damaged when it was to be opened. Each call tries again, and raises what is wrong with it."""
+
+    def __init__(self, opens: Callable[[], Storage]) -> None:
+        self._opens, self._lock = opens, threading.Lock()
+        self._regions: list[HostRegion] = []
+        self._closed = False
+
+    def __getattr__(self, name: str) -> Storage:
+        """`inner`, while it is not there."""
+        if name != "inner":
+            raise AttributeError(name)
+        with self._lock:
+            if self._closed:
+                raise StorageError("this storage is closed")
+            if "inner" not in self.__dict__:
+                storage = self._opens()
+                for region in self._regions:
+                    storage.register(region)
+                self.inner = storage
+            return self.inner
+
+    def register(self, region: HostRegion) -> None:
+        with self._lock:
+            self._regions.append(region)
+            if "inner" in self.__dict__:
+                self.inner.register(region)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        if "inner" in self.__dict__:
+            self.inner.close()
 
 
 def allocate(setting: str | Sequence[str], size_bytes: int) -> HostRegion | None:

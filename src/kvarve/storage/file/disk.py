@@ -27,8 +27,9 @@ _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 # Errors of the kernel for a link, a folder, a pipe or a device in place of a file.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)
 
-# Permanent errors of a file or a folder: the medium or the file system is damaged there, or its mode was changed.
-UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EACCES)
+# Permanent errors of a file or a folder: the medium or the file system is damaged there; or its mode was changed.
+BROKEN_MEDIUM = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
+UNREADABLE = (*BROKEN_MEDIUM, errno.EACCES)
 
 _UNKNOWN_BYTES = 1 << 60
 _OF_ONE_HOST = ("tmpfs", "ramfs", "overlay", "zfs")  # as every file system on a block device

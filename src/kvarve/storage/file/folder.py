@@ -1,6 +1,6 @@
 """The folder of a file store: its owner, the processes that have it open, its size. Knows no slab's contents.
 
-kvarve.json                     the format; written before anything else
+kvarve.json                     the format; written before anything else. The tables' headers say it too
 kvarve.lock                     the mutex of all processes that have the folder open
 models/<16 hex of the label>/   one model's objects
     model.json                  the whole label, and what it means to people
@@ -27,9 +27,11 @@ from pathlib import Path
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.sizes import format_size
-from kvarve.storage.base import LABEL_MAX_BYTES, check_owner, check_settings
+from kvarve.storage.base import LABEL_MAX_BYTES, Damaged, check_owner, check_settings
 from kvarve.storage.file.clock import CLOCK
-from kvarve.storage.file.disk import UNREADABLE, Directory, Disk, NotOurs, objection
+from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection
+from kvarve.storage.file.header import FORMAT, HEADER_BYTES, read_header
+from kvarve.storage.file.marker import MARKER, MARKER_BYTES, format_in, written
 from kvarve.storage.file.processes import (
     PROCESSES,
     is_locked,
@@ -43,15 +45,14 @@ from kvarve.storage.file.processes import (
 
 log = logging.getLogger(__name__)
 
-FORMAT = "kvarve-slabs/4"
 MUTEX_S = 20.0  # how long a process waits for the mutex, which is held for milliseconds
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two tries
-_MARKER, _LOCK, _MODELS, _MODEL = "kvarve.json", "kvarve.lock", "models", "model.json"
+_LOCK, _MODELS, _MODEL = "kvarve.lock", "models", "model.json"
 CHANGES = "changes"
 _UNFINISHED = "~"
 _NOT_FOR_US_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 TABLE = ".table"
-_JSON_MAX_BYTES = 1 << 16  # of one JSON file
+_JSON_MAX_BYTES = MARKER_BYTES  # of one JSON file
 _RESERVE_BYTES, _RESERVE_SHARE = 256 << 20, 100  # of the disk, left free for other programs
 SLABS = (1 << 15) - 1  # numbers of slabs are below this
 SLAB_BYTES = 16 << 30  # of the slots of one slab, at most
@@ -59,8 +60,8 @@ LINE_BYTES = 128  # per slab, in the file of changes
 _SMALL_BYTES = (SLABS + 1) * LINE_BYTES
 
 # Left by an opening that was cut short, or on every fresh ext4 disk: a folder with only these counts as empty.
-_NOT_CONTENT = frozenset({_LOCK, _MARKER + _UNFINISHED, "lost+found"})
-_ROOT_FILES = frozenset({_MARKER, _MARKER + _UNFINISHED, _LOCK})
+_NOT_CONTENT = frozenset({_LOCK, MARKER + _UNFINISHED, "lost+found"})
+_ROOT_FILES = frozenset({MARKER, MARKER + _UNFINISHED, _LOCK})
 _MODEL_FILES = frozenset({_MODEL, _MODEL + _UNFINISHED, CHANGES, CLOCK})
 _MODEL_NAME = re.compile("(?:[0-9a-f]{2}){1,8}")
 _SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?")
@@ -73,10 +74,6 @@ class Known:
     name: str
     label: bytes
     description: str
-
-
-class Damaged(StorageError):
-    """A file that should identify a folder is unreadable or malformed."""
 
 
 class Medium:
@@ -92,7 +89,8 @@ class Medium:
         if isinstance(error, NotOurs):  # its text has the path
             raise StorageError(str(error)) from error
         if isinstance(error, OSError):
-            raise StorageError(f"{self._directory}: {error}") from error
+            kind = Damaged if error.errno in BROKEN_MEDIUM else StorageError
+            raise kind(f"{self._directory}: {error}") from error
 
 
 # --- names
@@ -195,13 +193,9 @@ def check_contents(
 ) -> None:
     """StorageError unless a folder is empty, or a store of this format in which this model can be opened."""
     there = disk.entries(root)
-    if _MARKER not in there:
-        if there.keys() - _NOT_CONTENT:
-            raise StorageError(
-                f"{root.path} is not empty and not a kvarve storage folder: give another or an empty one"
-            )
+    if not there.keys() - _NOT_CONTENT:
         return
-    check_format(disk, root)
+    problem_of_marker(disk, root)
     if _MODELS not in there:
         return
     with disk.closing(disk.enter_below(root, _MODELS)) as models:
@@ -214,14 +208,54 @@ def check_contents(
         _check_processes(disk, models, capacity_bytes, shared)
 
 
-def check_format(disk: Disk, root: Directory) -> None:
-    """StorageError unless a store is of this format."""
-    version = _read_json(disk, root, _MARKER, "empty its folder or give another one", "format")["format"]
-    if version != FORMAT:
+def problem_of_marker(disk: Disk, root: Directory) -> str:
+    """What is wrong with the file that says the format of a folder that is not empty, if its tables say that it is of
+    this format; "" if nothing is. StorageError: a folder of another format, or of something else. Damaged: neither the
+    file nor any table can be read."""
+    path, what_to_do = root.path / MARKER, "empty its folder or give another one"
+    refusal: StorageError
+    try:
+        version = format_in(_content(disk, root, MARKER), FORMAT)
+        if version == FORMAT:
+            return ""
         raise StorageError(
-            f"{root.path} holds pages of another version of kvarve ({version!r}), which this one ({FORMAT!r}) does not "
-            f"read: empty this folder or give another one"
+            f"{root.path} holds pages of another version of kvarve ({version!r}), which this one ({FORMAT!r}) "
+            f"does not read: empty this folder or give another one"
         )
+    except FileNotFoundError:
+        refusal = StorageError(
+            f"{root.path} is not empty and not a kvarve storage folder: give another or an empty one"
+        )
+    except ValueError as error:
+        refusal = Damaged(f"{path} is damaged ({error}): {what_to_do}")
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        refusal = Damaged(f"{path} cannot be read ({error.strerror}): {what_to_do}")
+    if not _has_tables(disk, root):
+        raise refusal
+    return f"{path} is damaged or missing, but the slabs are in this format ({FORMAT})"
+
+
+def _has_tables(disk: Disk, root: Directory) -> bool:
+    """Whether a slab of any model has a table of this format."""
+    with suppress(FileNotFoundError, NotOurs), disk.closing(disk.enter_below(root, _MODELS)) as models:
+        for name in filter(_MODEL_NAME.fullmatch, disk.entries(models)):
+            with suppress(OSError), disk.closing(disk.enter_below(models, name)) as folder:
+                if any(_is_table(disk, folder, each) for each in disk.files(folder) if each.endswith(TABLE)):
+                    return True
+    return False
+
+
+def _is_table(disk: Disk, folder: Directory, name: str) -> bool:
+    with suppress(OSError):
+        file = disk.open(folder, name, read_only=True)
+        try:
+            places = (0, disk.size(file) - HEADER_BYTES)
+            return any(at >= 0 and read_header(disk.peek(file, HEADER_BYTES, at)) is not None for at in places)
+        finally:
+            disk.close(file)
+    return False
 
 
 def _check_processes(disk: Disk, models: Directory, capacity_bytes: int | None, shared: bool) -> None:
@@ -330,13 +364,9 @@ def opened_read_only(disk: Disk, path: Path) -> Iterator[tuple[Directory, Direct
             raise StorageError(f"{path}: no such folder")
         root = closing.enter_context(disk.closing(disk.enter(path, for_maintenance=True)))
         there = disk.entries(root).keys()
-        if _MARKER not in there:
-            raise StorageError(
-                f"{path} is not empty and not a kvarve storage folder: give another one"
-                if there - _NOT_CONTENT
-                else f"{path}: there is no kvarve storage in it"
-            )
-        check_format(disk, root)
+        if not there - _NOT_CONTENT:
+            raise StorageError(f"{path}: there is no kvarve storage in it")
+        problem_of_marker(disk, root)
         if _MODELS not in there:
             yield root, None
         else:
@@ -400,8 +430,11 @@ class Folder:
 
     def enter(self, capacity_bytes: int | None) -> None:
         """Open the model for this process; with the mutex held, after `check_contents`."""
-        if _MARKER not in self.disk.entries(self.root):
-            self._write_json(self.root, _MARKER, {"format": FORMAT})
+        empty = not self.disk.entries(self.root).keys() - _NOT_CONTENT
+        if empty or (problem := problem_of_marker(self.disk, self.root)):
+            if not empty:
+                log.warning("%s: it is written anew", problem)
+            self._write(self.root, MARKER, written(FORMAT))
         self.models = self._entered(self.root, _MODELS)
         self.model = self._entered(self.models, model_name(self._label))
         try:
@@ -409,7 +442,8 @@ class Folder:
         except (FileNotFoundError, Damaged) as error:
             if isinstance(error, Damaged):
                 log.warning("%s; now it is", error)
-            self._write_json(self.model, _MODEL, {"label": self._label.hex(), "description": self._description})
+            content = {"label": self._label.hex(), "description": self._description}
+            self._write(self.model, _MODEL, (json.dumps(content, indent=1) + "\n").encode())
         taken = (number for number in range(PROCESSES) if self._take(number, capacity_bytes))
         self.number = next(taken, -1)
         if self.number < 0:
@@ -465,14 +499,14 @@ class Folder:
         self._files.append(file)
         return file
 
-    def _write_json(self, folder: Directory, name: str, content: dict[str, str]) -> None:
+    def _write(self, folder: Directory, name: str, content: bytes) -> None:
         """Write atomically and durably: without these files a folder full of pages would be refused."""
         unfinished = name + _UNFINISHED
         with suppress(FileNotFoundError):
             self.disk.unlink(folder, unfinished)
         file = self.disk.open(folder, unfinished, create=True)
         try:
-            self.disk.write(file, [(json.dumps(content, indent=1) + "\n").encode()], 0)
+            self.disk.write(file, [content], 0)
             self.disk.sync(file)
         finally:
             self.disk.close(file)

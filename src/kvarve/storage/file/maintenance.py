@@ -26,6 +26,7 @@ from kvarve.storage.file.folder import (
     known_models,
     model_name,
     opened_read_only,
+    problem_of_marker,
     remove_model,
     root_bytes,
     slab_name,
@@ -55,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Contents:
-    """The models of a folder, its size, and the problems of models that cannot be identified."""
+    """The models of a folder, its size, and the problems of models that cannot be identified, and of the folder."""
 
     models: list[Model]
     bytes: int
@@ -83,8 +84,9 @@ def contents(directory: str | os.PathLike[str]) -> Contents:
     disk, path = Disk(), checked_path(directory)
     with opened_read_only(disk, path) as (root, folders):
         found, total = list[Model](), root_bytes(disk, root)
+        problems = [*filter(None, [problem_of_marker(disk, root)])]
         if folders is None:
-            return Contents(found, total, [])
+            return Contents(found, total, problems)
         known, damaged = known_models(disk, folders)
         for model in known:
             with disk.closing(disk.enter_below(folders, model.name)) as folder:
@@ -94,7 +96,7 @@ def contents(directory: str | os.PathLike[str]) -> Contents:
                 in_use = is_in_use(disk, folder)
             found.append(Model(model.label, model.description, folder.path, size_bytes, in_use, ago_s))
             total += size_bytes
-    return Contents(found, total, [*damaged.values()])
+    return Contents(found, total, [*problems, *damaged.values()])
 
 
 def models(directory: str | os.PathLike[str]) -> list[Model]:

@@ -1,7 +1,7 @@
 """The table of a slab: one entry of 256 bytes for each slot. Columns and bytes; no file is known here.
 
     table   header, entries, zeros up to whole blocks, the header once more as its last 256 bytes
-    header  magic 8, format u32, 0 u32, owner u64 (of the label), identity u64, slot bytes u64, slots u64, check u64
+    header  see `header`
     entry   check u64; state u8, 0 u24, generation u32; length u64; stored u64 (ns); name 200, zeros behind; 0 u64;
             used u64 (ns), uses u64
 
@@ -22,11 +22,12 @@ import numpy.typing as npt
 from kvarve.storage.base import LEGAL, is_name
 from kvarve.storage.file.disk import BLOCK_BYTES
 from kvarve.storage.file.folder import SLAB_BYTES
+from kvarve.storage.file.header import HEADER_BYTES, Header, read_header
 
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 
-ENTRY_BYTES = 256
+ENTRY_BYTES = HEADER_BYTES
 ENTRY_WORDS = ENTRY_BYTES // 8
 NAME_BYTES = 200
 _CHECK, _STATE, _LENGTH, _STORED, _NAME, _USED, _USES = 0, 1, 2, 3, 4, 30, 31
@@ -40,8 +41,6 @@ STAMP = struct.Struct("<QQ")
 STATES = ("free", "stored", "reserved", "retired", "broken", "duplicate")
 FREE, STORED, RESERVED, RETIRED, BROKEN, DUPLICATE = range(6)
 
-_HEADER = struct.Struct("<8sIIQQQQ")
-_MAGIC, _FORMAT = b"kvarveSL", 3
 MOST_USES = 1 << 40
 _SECOND_NS = 1_000_000_000
 _MASK = (1 << 64) - 1
@@ -120,21 +119,18 @@ def owner_of(label: bytes) -> int:
 
 
 def pack_header(shape: Shape, owner: int, identity: int) -> bytes:
-    plain = _HEADER.pack(_MAGIC, _FORMAT, 0, owner, identity, shape.slot_bytes, shape.slots)
-    return plain + hashlib.sha256(plain).digest()[:8]
+    return Header(owner, identity, shape.slot_bytes, shape.slots).packed()
 
 
 def unpack_header(raw: bytes, owner: int) -> tuple[Shape, int] | None:
     """A slab's shape and identity; None if this is no header, or has another model, format or an impossible shape."""
-    plain, check = raw[: _HEADER.size], raw[_HEADER.size : _HEADER.size + 8]
-    if len(check) < 8 or hashlib.sha256(plain).digest()[:8] != check:
+    header = read_header(raw)
+    if header is None or header.owner != owner:
         return None
-    magic, format_, _, found, identity, slot_bytes, slots = _HEADER.unpack(plain)
-    if (magic, format_, found) != (_MAGIC, _FORMAT, owner):
-        return None
+    slot_bytes, slots = header.slot_bytes, header.slots
     if not slots or not slot_bytes or slot_bytes % BLOCK_BYTES or slots * slot_bytes > SLAB_BYTES:
         return None
-    return Shape(slot_bytes, slots), identity
+    return Shape(slot_bytes, slots), header.identity
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The folder of a store on 3FS: whose it is, and its open files. Knows no slot's contents.
 
-kvarve.json                  the format; written before anything else
+kvarve.json                  the format; written before anything else. The slots' headers say it too
 slots-<bytes>-<number>       an extent: up to 4,096 slots of so many bytes each
 store                        the metadata service's
 
@@ -10,26 +10,30 @@ when the metadata says so. Entries with another name are left alone.
 """
 
 import errno
-import json
+import logging
 import mmap
 import os
 import secrets
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from kvarve.errors import StorageError
-from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
+from kvarve.storage.base import Damaged
+from kvarve.storage.file.disk import BLOCK_BYTES, UNREADABLE, Directory, Disk
 from kvarve.storage.file.folder import Medium
+from kvarve.storage.file.marker import MARKER, MARKER_BYTES, format_in, written
 from kvarve.storage.hf3fs.metadata.base import Extent
-from kvarve.storage.hf3fs.slots import extent_of, file_name
+from kvarve.storage.hf3fs.slots import HEADER_BYTES, extent_of, file_name, offset, read_header, slots_of
+
+log = logging.getLogger(__name__)
 
 FORMAT = "kvarve-hf3fs/1"
-_MARKER = "kvarve.json"
-_MARKER_BYTES = 4096
+_LOOKED_AT = 64  # slots of a file, whose headers may say the format
 # Left by an opening that was cut short, or there in every root of a file system: a folder with only these is empty.
 _NOT_CONTENT = ("3fs-virt", "lost+found")
 _OPEN_FILES = 512
@@ -94,14 +98,14 @@ class Folder:
 
     def _write_marker(self) -> None:
         """Atomically, also where another machine does so now."""
-        unfinished = f"{_MARKER}~{secrets.token_hex(8)}"
+        unfinished = f"{MARKER}~{secrets.token_hex(8)}"
         file = self.disk.open(self.root, unfinished, create=True)
         try:
-            self.disk.write(file, [json.dumps({"format": FORMAT}).encode() + b"\n"], 0)
+            self.disk.write(file, [written(FORMAT)], 0)
             self.disk.sync(file)
         finally:
             self.disk.close(file)
-        self.disk.rename(self.root, unfinished, _MARKER)
+        self.disk.rename(self.root, unfinished, MARKER)
         self.disk.sync_folder(self.root)
 
     def close(self) -> None:
@@ -195,8 +199,7 @@ class Folder:
 
     def extents(self) -> dict[Extent, int]:
         """All extents that have a file, and the file's bytes."""
-        files = self.disk.files(self.root)
-        return {extent: it.st_size for name, it in files.items() if (extent := extent_of(name)) is not None}
+        return {extent: it.st_size for extent, it in _extents(self.disk, self.root)}
 
 
 def nearest_place(path: Path) -> Path:
@@ -222,29 +225,54 @@ def check_path(disk: Disk, path: Path) -> None:
 
 
 def _is_store(disk: Disk, root: Directory) -> bool:
-    """Whether the folder is a store of this format, not an empty one. StorageError: it is neither."""
+    """Whether the folder is a store of this format whose file says so; not an empty one, nor one of which only the
+    slots say it. StorageError: it is another. Damaged: neither can be read."""
     names = disk.entries(root).keys()
-    if _MARKER not in names:
-        if [name for name in names if name not in _NOT_CONTENT and not name.startswith(f"{_MARKER}~")]:
-            raise StorageError(f"{root.path} is not empty and not a kvarve store on 3FS: give another or an empty one")
+    if not [name for name in names if name not in _NOT_CONTENT and not name.startswith(f"{MARKER}~")]:
         return False
+    path, what_to_do = root.path / MARKER, "empty its folder or give another one"
+    refusal: StorageError
     try:
-        found = json.loads(_content(disk, root, _MARKER))["format"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        found = format_in(_content(disk, root), FORMAT)
+        if found == FORMAT:
+            return True
         raise StorageError(
-            f"{root.path / _MARKER} is damaged ({error}): empty its folder or give another one"
-        ) from error
-    if found != FORMAT:
-        raise StorageError(
-            f"{root.path} is in format {str(found)[:40]!r}, not that of a store on 3FS ({FORMAT!r}): "
+            f"{root.path} is in format {found!r}, not that of a store on 3FS ({FORMAT!r}): "
             f"give another folder or empty this one"
         )
-    return True
+    except FileNotFoundError:
+        refusal = StorageError(f"{root.path} is not empty and not a kvarve store on 3FS: give another or an empty one")
+    except ValueError as error:
+        refusal = Damaged(f"{path} is damaged ({error}): {what_to_do}")
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        refusal = Damaged(f"{path} cannot be read ({error.strerror}): {what_to_do}")
+    if not any(_has_slots(disk, root, extent, it.st_size) for extent, it in _extents(disk, root)):
+        raise refusal
+    log.warning("%s is damaged or missing, but the slots are in this format (%s)", path, FORMAT)
+    return False
 
 
-def _content(disk: Disk, root: Directory, name: str) -> bytes:
-    file = disk.open(root, name, read_only=True)
+def _extents(disk: Disk, root: Directory) -> Iterator[tuple[Extent, os.stat_result]]:
+    return ((extent, it) for name, it in disk.files(root).items() if (extent := extent_of(name)) is not None)
+
+
+def _has_slots(disk: Disk, root: Directory, extent: Extent, file_bytes: int) -> bool:
+    """Whether a slot of a file has a header of this format."""
+    with suppress(OSError):
+        file = disk.open(root, file_name(extent), read_only=True)
+        try:
+            slots = islice(slots_of(extent, file_bytes), _LOOKED_AT)
+            return any(read_header(disk.peek(file, HEADER_BYTES, offset(slot))) is not None for slot in slots)
+        finally:
+            disk.close(file)
+    return False
+
+
+def _content(disk: Disk, root: Directory) -> bytes:
+    file = disk.open(root, MARKER, read_only=True)
     try:
-        return disk.peek(file, _MARKER_BYTES, 0)
+        return disk.peek(file, MARKER_BYTES + 1, 0)
     finally:
         disk.close(file)
