@@ -113,13 +113,13 @@ def test_a_server_starts_without_a_damaged_storage_and_uses_it_once_it_is_mended
     (filled / "models").rename(hidden)
     before = everything(filled)
     url = f"file://{filled}?capacity=1MiB"
-    with pytest.raises(Damaged, match="kvarve.json is damaged"):
+    with pytest.raises(Damaged, match=r"kvarve\.json is damaged"):
         open_storage(url, label=LABEL, description="model A")
     check_storage(url, label=LABEL, description="model A")
     storage = open_storage(url, label=LABEL, description="model A", answers=False)
     assert f"{url}: served without this storage" in caplog.text
     for call in (lambda: storage.exists(["a"]), storage.usage, lambda: put(storage, b=b"2")):
-        with pytest.raises(StorageError, match="kvarve.json is damaged"):
+        with pytest.raises(StorageError, match=r"kvarve\.json is damaged"):
             call()
     assert everything(filled) == before
     hidden.rename(filled / "models")
