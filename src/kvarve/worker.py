@@ -80,7 +80,7 @@ def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
     """ConfigError for storages that cannot work, as far as their URLs show it."""
     shape = _shape(identity)
     for url in parse_urls(config.storages):
-        if not backend_of(url).bounded:
+        if not backend_of(url).bounded or backend_of(url).only_read(url):
             continue  # its size is set elsewhere
         try:
             split(url.size_bytes("capacity"), *shape, records=True, what="storage")

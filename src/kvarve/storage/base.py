@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
@@ -25,12 +25,16 @@ ANY_NAME = "kvarve-is-it-up"
 
 @dataclass(frozen=True)
 class StorageUsage:
-    """What a storage holds now, and how many objects it has evicted so far. None: the backend cannot tell."""
+    """What a storage holds now, and what has become of objects since it was opened. None: the backend cannot tell.
+
+    `read_only`: whether nothing that is put is stored, as the medium takes no writes or the operator wants that.
+    """
 
     objects: int | None = None
     bytes: int | None = None
     capacity_bytes: int | None = None
     evicted: int | None = None
+    read_only: bool | None = field(default=None, kw_only=True)
 
 
 class Damaged(StorageError):

@@ -32,6 +32,7 @@ DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
 COMPRESS = ("no", "zstd", "lz4", "auto")  # a parameter of every URL, as records are encoded outside of a storage
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
+_YES, _NO = ("yes", "true"), ("no", "false")
 _SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
@@ -85,9 +86,9 @@ class StorageUrl:
 
     def yes(self, parameter: str, *, default: bool) -> bool:
         written = self.parameters.get(parameter, "yes" if default else "no")
-        if written not in ("yes", "no"):
+        if written not in (*_YES, *_NO):
             raise ConfigError(f"{self.text}: {parameter}={written} is neither yes nor no")
-        return written == "yes"
+        return written in _YES
 
     def whole_number(self, parameter: str) -> int:
         written = self.parameters[parameter]
@@ -120,6 +121,11 @@ class Backend(ABC):
     def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
         """Check all three without touching anything (ConfigError, StorageError); returns the call that opens the
         storage, so that none is opened unchecked."""
+
+    @classmethod
+    def only_read(cls, url: StorageUrl) -> bool:
+        """Whether a URL asks for a storage of which nothing is written; then it need not say how much that may hold."""
+        return False
 
     @classmethod
     def allocate(cls, url: StorageUrl, size_bytes: int) -> HostRegion | None:
@@ -338,6 +344,11 @@ class _Unopened(Around):
             self._closed = True
         if "inner" in self.__dict__:
             self.inner.close()
+
+
+def only_read(setting: str | Sequence[str]) -> bool:
+    """Whether nothing is written to any of these storages, as their URLs ask for."""
+    return bool(setting) and all(backend_of(url).only_read(url) for url in parse_urls(setting))
 
 
 def allocate(setting: str | Sequence[str], size_bytes: int) -> HostRegion | None:

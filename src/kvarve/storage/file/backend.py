@@ -1,4 +1,5 @@
-"""What a file URL may say: file:///var/kvarve?capacity=100GiB&ttl=7d&quota=1GiB&eviction=lru&threads=4."""
+"""What a file URL may say: file:///var/kvarve?capacity=100GiB&ttl=7d&quota=1GiB&eviction=lru&threads=4; and of a store
+that others write: file:///var/kvarve?read_only=yes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class FileSettings:
     threads: int
     durable: bool
     shared: bool
+    read_only: bool
 
 
 def file_settings(url: StorageUrl) -> FileSettings:
@@ -40,6 +42,7 @@ def file_settings(url: StorageUrl) -> FileSettings:
         url.whole_number("threads") if "threads" in given else DEFAULT_THREADS,
         url.yes("durable", default=True),
         url.yes("shared", default=False),
+        url.yes("read_only", default=False),
     )
     check_limits(settings.ttl_s, settings.quota_bytes, settings.eviction, settings.threads)
     return settings
@@ -47,13 +50,16 @@ def file_settings(url: StorageUrl) -> FileSettings:
 
 class FileBackend(Backend):
     example = "file:///var/kvarve?capacity=100GiB"
-    parameters = frozenset({"capacity", "ttl", "quota", "eviction", "threads", "durable", "shared"})
+    parameters = frozenset({"capacity", "ttl", "quota", "eviction", "threads", "durable", "shared", "read_only"})
     bounded = shared = can_list = can_verify = True
 
     @classmethod
     def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
-        settings, capacity_bytes = file_settings(url), url.size_bytes("capacity")
-        check_folder(settings.folder, capacity_bytes, label, description, shared=settings.shared)
+        settings = file_settings(url)
+        read_only = settings.read_only
+        capacity_bytes = 0 if read_only else url.size_bytes("capacity")
+        bound = None if read_only else capacity_bytes
+        check_folder(settings.folder, bound, label, description, shared=settings.shared, read_only=read_only)
         return lambda: FileStorage(
             settings.folder,
             capacity_bytes,
@@ -65,4 +71,9 @@ class FileBackend(Backend):
             threads=settings.threads,
             durable=settings.durable,
             shared=settings.shared,
+            read_only=read_only,
         )
+
+    @classmethod
+    def only_read(cls, url: StorageUrl) -> bool:
+        return file_settings(url).read_only

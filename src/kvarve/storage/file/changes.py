@@ -1,17 +1,20 @@
 """A small file by which processes see what others have changed: each looks at it before a call.
 
-The file has a head counter, then a line for each slab: its identity (0: no such slab) and a counter for each stripe of
-its table. A process that has changed tables increments the stripes' counters, then the head, with the file locked.
+The file has a head counter and an epoch, then a line for each slab: its identity (0: no such slab) and a counter for
+each stripe of its table. A process that has changed tables increments the stripes' counters, then the head, with the
+file locked.
 
 It may die or fail before that. So nothing is decided by what others have told: before a process takes a row, or says
 that an object is there, it reads the row's entry in the table (`Index.seize`, `Index.confirm`). What is not told costs
 other processes hits, until the stripe changes again or they find the entry another one than they knew.
 
-The file means nothing once no process has the store open; the first one to open it writes it anew. It is read by system
-calls and not mapped: an I/O error in a mapping is a signal that ends the process, here it is an exception.
+The file means nothing once no process has the store open; the first one to open it writes it anew, in another epoch.
+Processes that only read see that: they do not count as having the store open. It is read by system calls and not
+mapped: an I/O error in a mapping is a signal that ends the process, here it is an exception.
 """
 
 import errno
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,7 +31,8 @@ _WORDS = 1 + STRIPES
 assert LINE_BYTES == 8 * _WORDS
 _MOST_BYTES = LINE_BYTES * (SLABS + 1)
 _MASK = (1 << 64) - 1
-_BEGUN = b"changes3"  # behind the head
+_BEGUN = b"changes3"  # behind the head, with the epoch behind it
+_EPOCH = slice(16, 24)
 _STALE = 2  # no slab's identity, as those are odd: the line is read again
 
 Told = Mapping[int, tuple[int, Iterable[int]]]  # by the slab's number: its identity, and stripes
@@ -45,18 +49,23 @@ class Changed:
 
 class Changes:
     def __init__(self, disk: Disk, file: int, directory: Path) -> None:
+        """`file`: -1 if there is none, and none may be made."""
         self._disk, self._file, self._directory = disk, file, directory
         self._head: bytes | None = None
+        self._epoch: bytes | None = None
         self._seen = np.zeros((1, _WORDS), np.uint64)  # line 0 has the head
 
     def look(self) -> Iterator[Changed]:
         """What has changed since the last look; a change is marked as seen when the next one is requested."""
-        head = self._disk.peek(self._file, 8, 0)
+        head = self._disk.peek(self._file, 8, 0) if self._file >= 0 else b""
         if head == self._head:
             return
-        raw = self._disk.peek(self._file, _MOST_BYTES, 0)
+        raw = self._disk.peek(self._file, _MOST_BYTES, 0) if self._file >= 0 else b""
         found = np.frombuffer(raw[: len(raw) // LINE_BYTES * LINE_BYTES], np.uint64).reshape(-1, _WORDS)
         self._grow(len(found) - 1)
+        if self._epoch not in (None, raw[_EPOCH]):
+            self._seen[:, 0] = _STALE
+        self._epoch = raw[_EPOCH]
         now = np.zeros_like(self._seen)
         now[: len(found)] = found
         differs = self._seen != now
@@ -71,6 +80,13 @@ class Changes:
         """Have the next look return these slabs again."""
         for number in numbers:
             self._seen[number + 1, 0], self._head = _STALE, None
+
+    def pass_over(self, numbers: Iterable[int]) -> None:
+        """Have the next look return what changes from now on: these slabs are known from their tables."""
+        for _ in self.look():
+            pass
+        for number in numbers:
+            self._grow(number + 1)
 
     def known(self) -> set[int]:
         """The numbers of all slabs at the last look."""
@@ -131,7 +147,8 @@ class Changes:
         fresh = np.zeros((lines, _WORDS), np.uint64)
         for number, identity in slabs.items():
             fresh[number + 1, 0] = identity
-        write_all(self._disk, self._file, [bytes(8) + _BEGUN + fresh.tobytes()[16:]], 0)
+        head = secrets.token_bytes(8) + _BEGUN + secrets.token_bytes(8)
+        write_all(self._disk, self._file, [head + fresh.tobytes()[len(head) :]], 0)
 
     def is_begun(self) -> bool:
         """Whether other processes use this file, rather than one that was made just now."""

@@ -181,6 +181,10 @@ class Disk:
             return _UNKNOWN_BYTES, _UNKNOWN_BYTES
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
+    def is_read_only(self, path: Path) -> bool:
+        """Whether the file system of a folder is mounted read-only, or says that it has become so."""
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
     # --- files
 
     def open(

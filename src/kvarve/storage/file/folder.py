@@ -50,7 +50,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.005  # between two tries
 _LOCK, _MODELS, _MODEL = "kvarve.lock", "models", "model.json"
 CHANGES = "changes"
 _UNFINISHED = "~"
-_NOT_FOR_US_TO_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM)
 TABLE = ".table"
 _JSON_MAX_BYTES = MARKER_BYTES  # of one JSON file
 _RESERVE_BYTES, _RESERVE_SHARE = 256 << 20, 100  # of the disk, left free for other programs
@@ -76,6 +75,10 @@ class Known:
     description: str
 
 
+class ReadOnly(StorageError):
+    """The file system takes no writes, as it is mounted so, or became so after an error."""
+
+
 class Medium:
     """Raises StorageError for any OSError in its context; cheaper than a generator, as lookups have microseconds."""
 
@@ -89,7 +92,7 @@ class Medium:
         if isinstance(error, NotOurs):  # its text has the path
             raise StorageError(str(error)) from error
         if isinstance(error, OSError):
-            kind = Damaged if error.errno in BROKEN_MEDIUM else StorageError
+            kind = ReadOnly if error.errno == errno.EROFS else Damaged if error.errno in BROKEN_MEDIUM else StorageError
             raise kind(f"{self._directory}: {error}") from error
 
 
@@ -151,8 +154,11 @@ def check_folder(
     disk: Disk | None = None,
     *,
     shared: bool = False,
+    read_only: bool = False,
 ) -> Path:
     """Raise what opening would raise, and touch nothing; returns the folder's path.
+
+    `read_only`: it is opened to be read alone, as any folder is whose file system takes no writes.
 
     ConfigError: settings that cannot work anywhere. StorageError: the folder cannot be used, holds something else, or
     is open with another capacity (`capacity_bytes` None: any is fine).
@@ -165,11 +171,25 @@ def check_folder(
         if nearest != path and not nearest.is_dir():
             raise StorageError(f"{path}: {nearest} is not a folder")
         root = closing.enter_context(disk.closing(disk.enter(path))) if nearest == path else None
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-            raise StorageError(f"{path}: no permission to read and write {nearest}")
+        read_only = read_only or disk.is_read_only(nearest) or (root is not None and _takes_no_writes(disk, root))
+        if not os.access(nearest, os.R_OK | os.X_OK | (0 if read_only else os.W_OK)):
+            what = "read" if read_only else "read and write (give read_only=yes to read alone what is there)"
+            raise StorageError(f"{path}: no permission to {what} {nearest}")
         if root is not None:
+            capacity_bytes, shared = (None, True) if read_only else (capacity_bytes, shared)
             check_contents(disk, root, capacity_bytes, label, description, shared=shared)
+        elif read_only:
+            raise StorageError(f"{path}: no such folder, and none can be made to be read alone")
     return path
+
+
+def _takes_no_writes(disk: Disk, root: Directory) -> bool:
+    """Whether the file system refuses writes to a store, also where it does not say that it is mounted so."""
+    try:
+        disk.close(disk.open(root, _LOCK))
+    except OSError as error:
+        return error.errno == errno.EROFS
+    return False
 
 
 def checked_path(directory: str | os.PathLike[str]) -> Path:
@@ -406,24 +426,35 @@ def remove_model(disk: Disk, models: Directory, name: str, why: str) -> None:
 class Folder:
     """An open folder with one open model. Changes that other processes can see are made with the `mutex` held.
 
-    `make`: create the folder if it is missing.
+    `make`: create the folder if it is missing. `read_only`: nothing in it is made, locked or changed.
     """
 
     models: Directory
     model: Directory
 
-    def __init__(self, disk: Disk, directory: Path, label: bytes, description: str, *, make: bool = True) -> None:
-        self.disk, self.directory = disk, directory
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Path,
+        label: bytes,
+        description: str,
+        *,
+        make: bool = True,
+        read_only: bool = False,
+    ) -> None:
+        self.disk, self.directory, self.read_only = disk, directory, read_only
         self._label, self._description = label, description
         self._files: list[int] = []
         self._warned: set[str] = set()  # names of damaged models, logged once
+        self._place: tuple[str, tuple[int, int] | None]  # what shows that it is in its place, None: it is not there yet
         self.number = -1
         try:
             if make:
                 disk.make_root(directory)
             self.root = disk.enter(directory)
             self._files.append(self.root.file)
-            self._mutex = self._opened(self.root, _LOCK)
+            if not read_only:
+                self._mutex = self._opened(self.root, _LOCK)
         except BaseException:  # also on an interrupt
             self.abandon()
             raise
@@ -449,6 +480,16 @@ class Folder:
         if self.number < 0:
             raise StorageError(f"{self.model.path}: {PROCESSES} processes have it open, more cannot")
 
+    def look_in(self) -> None:
+        """Open the model to be read alone. It may not be there yet: then it has no slab."""
+        place = self.root.path / _MODELS / model_name(self._label)
+        self.model, self._place = self.root, (str(place), None)
+        with suppress(FileNotFoundError):
+            for name in (_MODELS, place.name):
+                self.model = self.disk.enter_below(self.model, name)
+                self._files.append(self.model.file)
+            self._place = str(place), self.model.identity
+
     def _entered(self, folder: Directory, name: str) -> Directory:
         """A folder in a folder, made when missing; `close` closes it."""
         try:
@@ -463,7 +504,8 @@ class Folder:
     def is_in_place(self) -> bool:
         """Whether the path still leads to the open model and to this process's lock file in it. If the folder was moved
         away, or that file removed, the folder has to be entered anew."""
-        return self.disk.is_there(*self._process)
+        path, identity = self._place
+        return self.disk.is_there(path, identity) if identity is not None else not os.path.lexists(path)
 
     def _take(self, number: int, capacity_bytes: int | None) -> bool:
         try:
@@ -471,7 +513,7 @@ class Folder:
         except NotOurs:  # a foreign file: try the next number
             return False
         if take(self.disk, file, capacity_bytes):
-            self._process = str(self.model.path / process_name(number)), self.disk.identity(file)
+            self._place = str(self.model.path / process_name(number)), self.disk.identity(file)
             self._process_file = file
             return True
         self._files.remove(file)
@@ -479,8 +521,15 @@ class Folder:
         return False
 
     def open(self, name: str) -> int:
-        """A file of the model, made when missing."""
-        return self._opened(self.model, name)
+        """A file of the model, made when missing; -1 if it is missing and nothing may be made."""
+        if not self.read_only:
+            return self._opened(self.model, name)
+        try:
+            file = self.disk.open(self.model, name, read_only=True)
+        except FileNotFoundError:
+            return -1
+        self._files.append(file)
+        return file
 
     def _opened(self, folder: Directory, name: str) -> int:
         try:
@@ -490,12 +539,6 @@ class Folder:
                 file = self.disk.open(folder, name, create=True)
             except FileExistsError:
                 file = self.disk.open(folder, name)
-        except NotOurs:
-            raise
-        except OSError as error:
-            if error.errno not in _NOT_FOR_US_TO_WRITE:
-                raise
-            file = self.disk.open(folder, name, read_only=True)
         self._files.append(file)
         return file
 
@@ -525,9 +568,7 @@ class Folder:
                 if self._locked():
                     break
             if self.number >= 0 and not self.is_in_place():
-                raise StorageError(
-                    f"{self._process[0]} was removed or moved away while this process had the store open"
-                )
+                raise StorageError(f"{self._place[0]} was removed or moved away while this process had the store open")
             yield
         finally:
             self.disk.unlock(self._mutex)

@@ -160,7 +160,7 @@ class Index:
             elif changed.identity and changed.identity not in self.failed:
                 # A slab that cannot be opened counts as missing.
                 try:
-                    slab = Slab.open(self.disk, self.folder.model, changed.number, self.owner)
+                    slab = self._opened(changed.number)
                     if slab.identity == changed.identity:
                         self.slabs[changed.number] = slab
                         self._read(slab, 0, slab.shape.slots)
@@ -568,24 +568,49 @@ class Index:
                 self.forget(slab)
 
     def begin(self, *, repair: bool) -> None:
-        """Open the slabs found on disk, as no other process has the store open. `repair`: and remove slots without a
-        table, which are left if a process dies while it makes or removes a slab."""
+        """Tell which slabs are found on disk, as no other process has the store open. `repair`: and remove slots
+        without a table, which are left if a process dies while it makes or removes a slab."""
         found, folder = {}, self.folder.model
         for number, whole in slab_numbers(self.disk, folder).items():
-            try:
-                found[number] = Slab.open(self.disk, folder, number, self.owner, alone=repair).identity
-            except Broken as why:
-                self.lost += whole
-                log.warning(
-                    "%s is damaged and not used, until its space is needed: %s", folder.path / slab_name(number), why
-                )
-                if repair and not whole:
-                    with suppress(OSError):  # it keeps its number until the next try
-                        unlink(self.disk, folder, number, "a process that has died left its slots without a table")
-            except OSError as error:
-                self.lost += 1
-                log.warning("%s is not used: %s", folder.path / slab_name(number), error)
+            slab = self._found(number, whole=whole, repair=repair)
+            if slab is not None:
+                found[number] = slab.identity
+            elif repair and not whole:
+                with suppress(OSError):  # it keeps its number until the next try
+                    unlink(self.disk, folder, number, "a process that has died left its slots without a table")
         self.changes.begin(found)
+
+    def read_all(self) -> None:
+        """Take in all slabs found on disk, to be read alone; what a process changes from now on is taken over later."""
+        numbers = slab_numbers(self.disk, self.folder.model)
+        self.changes.pass_over(numbers)
+        for number, whole in numbers.items():
+            slab = self._found(number, whole=whole, repair=False)
+            if slab is not None:
+                self.slabs[number] = slab
+                self._read(slab, 0, slab.shape.slots)
+
+    def _found(self, number: int, *, whole: bool, repair: bool) -> Slab | None:
+        """A slab on disk; None, and it is said, if it cannot be used."""
+        path = self.folder.model.path / slab_name(number)
+        try:
+            return self._opened(number, alone=repair)
+        except Broken as why:
+            self.lost += whole
+            log.warning("%s is damaged and not used, until its space is needed: %s", path, why)
+        except OSError as error:
+            self.lost += 1
+            log.warning("%s is not used: %s", path, error)
+        return None
+
+    def _opened(self, number: int, *, alone: bool = False) -> Slab:
+        folder = self.folder
+        return Slab.open(self.disk, folder.model, number, self.owner, alone=alone, read_only=folder.read_only)
+
+    def hide(self, slab: Slab, row: int) -> None:
+        """Have an object count as missing, of a store that is only read, until its entry is another one."""
+        self._unlist(slab, row)
+        slab.state[row] = RETIRED
 
     def states(self) -> dict[str, int]:
         """How many rows are in which state."""

@@ -5,7 +5,6 @@ lock is not seen here, either the process has died, or locks do not reach from h
 two processes would write to one slot.
 """
 
-import errno
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -101,8 +100,8 @@ def take(disk: Disk, file: int, capacity_bytes: int | None) -> bool:
     try:
         disk.write(file, [content.ljust(_CONTENT_BYTES - 1) + b"\n"], 0)
         disk.resize(file, _CONTENT_BYTES)
-    except OSError as error:  # if read-only, no process can evict; else another capacity might
-        if capacity_bytes is not None and error.errno not in (errno.EROFS, errno.EBADF):
+    except OSError:
+        if capacity_bytes is not None:  # another capacity might be there
             raise
     return True
 

@@ -143,7 +143,7 @@ class Slab:
         name, files = slab_name(number), list[int]()
         try:
             for each in (name + TABLE, name):
-                files.append(_opened(disk, folder, each, read_only=read_only))
+                files.append(disk.open(folder, each, read_only=read_only))
             table, slots = files
             size_bytes = disk.size(table)
             headers = [
@@ -574,17 +574,6 @@ def unlink(disk: Disk, folder: Directory, number: int, why: str) -> None:
         disk.truncate(folder, name)
         disk.unlink(folder, name)
     log.info("%s: removed: %s", folder.path / name, why)
-
-
-def _opened(disk: Disk, folder: Directory, name: str, *, read_only: bool) -> int:
-    """An open file, to be written if that is possible."""
-    if not read_only:
-        try:
-            return disk.open(folder, name)
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-    return disk.open(folder, name, read_only=True)
 
 
 def _close(disk: Disk, *files: int) -> None:

@@ -7,6 +7,9 @@ checksum, that is a miss. Nothing is ever replaced.
 Several processes may have one folder open. A process that fills or changes a row has locked its slot, as bytes of the
 slab's file (the kernel unlocks them when it dies); a mutex excludes others while a slab is made or removed. Reading
 takes no lock: after a read, the reader checks that the row still holds the same object.
+
+A folder that may only be read, as its file system takes no writes or the operator wants that, is read without a lock
+and without a trace. Other processes do not know of such a reader, so it checks each entry again after it has read.
 """
 
 import errno
@@ -21,14 +24,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from operator import not_
 from pathlib import Path
 
-from kvarve.errors import StorageError
+from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
 from kvarve.storage.file.disk import FULL, Disk
-from kvarve.storage.file.folder import Folder, Medium, check_contents, check_folder, tries
+from kvarve.storage.file.folder import Folder, Medium, ReadOnly, check_contents, check_folder, tries
 from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, check_limits
 from kvarve.storage.file.put import Put
 from kvarve.storage.file.slab_allocator import AT_ONCE, SlabAllocator
 from kvarve.storage.file.slabs import Mover, RowAddress, RowSpan, Slab
+from kvarve.storage.file.table import STORED
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +49,9 @@ class FileStorage(Storage):
     stored more than `ttl_s` ago are missing. `quota_bytes`: bound on the objects of one group (the part of a name
     before the first "-"); `threads`: for reads and writes, and as many for syncs. `durable`: a put answers after syncs;
     without, a power cut loses what the kernel had not written yet. `shared`: processes on several hosts use the folder,
-    and locks reach all of them. `for_maintenance`: reads are no uses, the store does
-    not count as open, and nothing is evicted.
+    and locks reach all of them. `read_only`: nothing is written, whatever is put; the same, and a warning, while the
+    file system takes no writes. `for_maintenance`: reads are no uses, the store does not count as open, and nothing is
+    evicted.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class FileStorage(Storage):
         threads: int = DEFAULT_THREADS,
         durable: bool = True,
         shared: bool = False,
+        read_only: bool = False,
         for_maintenance: bool = False,
         disk: Disk | None = None,
     ) -> None:
@@ -72,7 +78,8 @@ class FileStorage(Storage):
         self._limits = Limits(capacity_bytes, eviction, ttl_ns, quota_bytes, durable)
         # Maintenance accepts any capacity.
         self._capacity_bytes = None if for_maintenance else capacity_bytes
-        self._shared = shared
+        self._shared, self._read_only = shared, read_only
+        self._reading = False  # it is open to be read alone
         self._directory = self._checked(directory)
         self._medium = Medium(self._directory)
         # To change rows a thread takes `_writing`, and `_lock` for moments. Readers need `_lock` alone, so it is not
@@ -86,11 +93,43 @@ class FileStorage(Storage):
         _open_here.add(self)
 
     def _checked(self, directory: str | os.PathLike[str]) -> Path:
-        identity = self._label, self._description
-        return check_folder(directory, self._capacity_bytes, *identity, self._disk, shared=self._shared)
+        identity, capacity_bytes = (self._label, self._description), None if self._read_only else self._capacity_bytes
+        return check_folder(
+            directory, capacity_bytes, *identity, self._disk, shared=self._shared, read_only=self._read_only
+        )
 
     def _enter(self, *, make: bool) -> None:
-        """Open the folder for this process."""
+        """Open the folder for this process, to be read alone if it has to be."""
+        if not self._read_only:
+            try:
+                self._enter_to_write(make=make)
+            except ReadOnly as error:
+                if not self._reading:
+                    log.warning("nothing is stored, and what is there can be read: %s", error)
+            else:
+                return
+        self._enter_to_read()
+
+    def _enter_to_read(self) -> None:
+        with ExitStack() as undo, self._medium:
+            folder = Folder(self._disk, self._directory, self._label, self._description, make=False, read_only=True)
+            undo.callback(folder.close)
+            check_contents(self._disk, folder.root, None, self._label, self._description, shared=True)
+            folder.look_in()
+            index = Index(self._disk, folder, self._label, self._limits)
+            undo.callback(index.close)
+            if folder.alone():
+                index.read_all()
+            else:
+                index.refresh()
+            undo.pop_all()
+        self._use(folder, index, SlabAllocator(index, self._lock, self._let_readers_in), reading=True)
+
+    def _use(self, folder: Folder, index: Index, allocator: SlabAllocator, *, reading: bool) -> None:
+        with self._lock:
+            self._folder, self._index, self._allocator, self._reading = folder, index, allocator, reading
+
+    def _enter_to_write(self, *, make: bool) -> None:
         with ExitStack() as undo, self._medium:
             folder = Folder(self._disk, self._directory, self._label, self._description, make=make)
             undo.callback(folder.close)
@@ -113,17 +152,18 @@ class FileStorage(Storage):
             index.refresh()  # slow if there are many objects, so without the mutex
             with folder.mutex():
                 index.refresh()
-                # The capacity may be smaller than that of the last processes.
-                with suppress(OSError):  # a read-only store can still be read
+                try:
                     index.repair()
                     index.publish()
                     if not self._for_maintenance:
                         index.clock.save()
+                except OSError as error:  # a place that cannot be written costs only what lies there
+                    if error.errno == errno.EROFS:
+                        raise
                 self._saved_ns = index.clock.now_ns()
-                allocator.shrink()
+                allocator.shrink()  # the capacity may be smaller than that of the last processes
             undo.pop_all()
-        with self._lock:
-            self._folder, self._index, self._allocator = folder, index, allocator
+        self._use(folder, index, allocator, reading=False)
 
     def _require_in_place(self) -> None:
         """Raise StorageError unless the folder is still in its place, or was replaced by one that can be opened.
@@ -143,7 +183,8 @@ class FileStorage(Storage):
                     return
                 index = self._index
                 in_flight = in_flight and bool(index.held)
-            log.warning("%s: its contents were removed or moved away from outside", self._directory)
+            if not self._reading:
+                log.warning("%s: its contents were removed or moved away from outside", self._directory)
             if in_flight:  # opened anew, their rows could be given to other objects
                 raise StorageError(f"{self._directory}: what lies in it was removed while a put was under way")
             try:
@@ -213,18 +254,25 @@ class FileStorage(Storage):
             for piece, generation, size_bytes in zip(pieces, generations, sizes, strict=True):
                 if piece.slab in removed or not self._index.is_current((piece.slab, piece.row), generation):
                     continue
+                place = piece.slab, piece.row
+                # A process that writes does not know of one that only reads.
+                if self._reading and not self._index.confirm(place):
+                    continue
                 if counts.get(piece.number) == piece.view.nbytes:
                     answers[piece.number] = size_bytes
-                    used.append((piece.slab, piece.row))
+                    used.append(place)
                 else:
-                    gone.append((piece.slab, piece.row, generation))
-            stamps = self._index.use(used) if not self._for_maintenance else []
+                    gone.append((*place, generation))
+            stamps = self._index.use(used) if self._counts_uses() else []
         self._stamp(stamps)
         if gone:
             self._retire(gone)
         if removed:
             self._give_up(removed)
         return answers
+
+    def _counts_uses(self) -> bool:
+        return not self._reading and not self._for_maintenance
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
@@ -237,6 +285,8 @@ class FileStorage(Storage):
 
     def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         self._require_in_place()
+        if self._reading and not self._writes_again():
+            return self.exists(names)
         put, first = Put(names, data), dict[str, int]()
         for number, name in enumerate(names):
             first.setdefault(name, number)
@@ -266,6 +316,9 @@ class FileStorage(Storage):
                 if error.errno not in FULL:
                     raise error
         except OSError as error:
+            if error.errno == errno.EROFS:
+                self._turn_to_reading()
+                return [False] * len(names)  # what was written may be lost in a power cut
             done = sum(put.answers.values())
             raise StorageError(f"{self._directory}: stored {done} of {len(names)} objects: {error}") from error
         self._used(put)
@@ -276,20 +329,26 @@ class FileStorage(Storage):
         with self._looking() as index:
             now_ns = index.clock.now_ns()
             found = [place for name in dict.fromkeys(names) if (place := index.find(name, now_ns)) is not None]
-            stamps = index.use(found) if not self._for_maintenance else []
+            stamps = index.use(found) if self._counts_uses() else []
         self._stamp(stamps)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
+        """As the protocol; of a store that can only be read, objects are missing from now on in this process alone."""
         check_names(names)
         self._require_in_place()
         deleted: set[str] = set()
         left = [*dict.fromkeys(names)]
-        with self._medium:
-            for _ in tries(self._directory):  # another process may be about to evict some of them
-                with self._changing():
-                    left = self._delete(left, deleted)
-                if not left:
-                    break
+        try:
+            with self._medium:
+                for _ in tries(self._directory) if not self._reading else ():
+                    with self._changing():
+                        left = self._delete(left, deleted)
+                    if not left:  # else another process may be about to evict some of them
+                        break
+        except ReadOnly:
+            self._turn_to_reading()
+        if self._reading:
+            deleted |= self._hide(left)
         answers = []
         for name in names:
             answers.append(name in deleted)
@@ -312,16 +371,35 @@ class FileStorage(Storage):
         self._index.publish(self._lock)
         return left
 
+    def _hide(self, names: Iterable[str]) -> set[str]:
+        with self._looking() as index:
+            now_ns = index.clock.now_ns()
+            found = {name: place for name in names if (place := index.find(name, now_ns)) is not None}
+            for place in found.values():
+                index.hide(*place)
+        return {*found}
+
     def drop(self, group: str | None = None) -> int:
+        """As the protocol. ConfigError: the store can only be read."""
         check_names([] if group is None else [group])
         with self._looking() as index:
             names = [name for name in index.entries if in_group(name, group)]
-        return sum(sum(self.delete(names[at : at + _DROPPED])) for at in range(0, len(names), _DROPPED))
+        count = 0
+        for at in range(0, len(names), _DROPPED):
+            self._require_writable()
+            count += sum(self.delete(names[at : at + _DROPPED]))
+        self._require_writable()
+        return count
+
+    def _require_writable(self) -> None:
+        if self._reading:
+            raise ConfigError(f"{self._directory} can only be read: nothing in it can be removed")
 
     def usage(self) -> StorageUsage:
         with self._looking() as index:
             objects, size_bytes = index.count(index.clock.now_ns())
-            return StorageUsage(objects, size_bytes, self._limits.capacity_bytes, index.evicted)
+            capacity_bytes = None if self._reading else self._limits.capacity_bytes
+            return StorageUsage(objects, size_bytes, capacity_bytes, index.evicted, read_only=self._reading)
 
     def trouble(self) -> dict[str, int]:
         """How many objects could not be read and how many entries were lost since this storage was opened."""
@@ -329,8 +407,9 @@ class FileStorage(Storage):
             return {"damaged": self._index.damaged, "lost": self._index.lost}
 
     def collect(self) -> dict[str, int]:
-        """Free expired objects, and damaged slabs; returns the objects and the bytes."""
+        """Free expired objects, and damaged slabs; returns the objects and the bytes. ConfigError: as `drop`."""
         self._require_in_place()
+        self._require_writable()
         with self._medium, self._changing():
             with self._lock:
                 index, now_ns = self._index, self._index.clock.now_ns()
@@ -347,7 +426,7 @@ class FileStorage(Storage):
             if self._open:
                 self._open = False
                 with suppress(OSError):
-                    if not self._for_maintenance:
+                    if self._counts_uses():
                         self._index.clock.save()
                 self._release_slabs()
                 self._leave_folder()
@@ -479,6 +558,13 @@ class FileStorage(Storage):
             raise OSError(errno.ENOENT, f"{removed[0].path} was removed or cut from outside")
 
     def _give_up(self, removed: Iterable[Slab]) -> None:
+        if self._reading:
+            with self._lock:
+                for slab in removed:
+                    if self._index.slabs.get(slab.number) is slab:
+                        self._index.lost += int((slab.state == STORED).sum())
+                        self._index.forget(slab)
+            return
         with suppress(OSError, StorageError), self._changing():
             self._allocator.give_up(removed)
 
@@ -505,6 +591,13 @@ class FileStorage(Storage):
 
     def _retire(self, damaged: Sequence[tuple[Slab, int, int]]) -> None:
         """Drop objects that cannot be read, and leave their slots alone."""
+        if self._reading:
+            with self._lock:
+                for slab, row, generation in damaged:
+                    if self._index.is_current((slab, row), generation):
+                        self._index.damaged += 1
+                        self._index.hide(slab, row)
+            return
         with suppress(OSError, StorageError), self._changing(), self._lock:
             retired = []
             for slab, row, generation in damaged:
@@ -514,6 +607,39 @@ class FileStorage(Storage):
                     retired.append((slab, row))
             self._index.publish()
             self._index.retire(retired)
+
+    # --- a file system that takes no writes
+
+    def _turn_to_reading(self) -> None:
+        """A write was refused: what is stored is still there to be read."""
+        with self._writing:
+            with self._lock:
+                self._require_open()
+                if self._reading:  # another thread was faster
+                    return
+                left, index = self._folder, self._index
+            log.warning("%s: its file system has become read-only: nothing is stored any more", self._directory)
+            self._enter_to_read()
+            index.close()
+            left.close()
+
+    def _writes_again(self) -> bool:
+        """Whether a store that could only be read can be written: then it has been opened anew."""
+        if self._read_only:
+            return False
+        with self._writing:
+            with self._lock:
+                self._require_open()
+                left, index = self._folder, self._index
+            if self._reading:
+                try:
+                    self._enter_to_write(make=False)
+                except StorageError:
+                    return False
+                log.warning("%s: it can be written again", self._directory)
+                index.close()
+                left.close()
+        return True
 
     # --- threads, locks, and the end
 
