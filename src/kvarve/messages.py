@@ -17,7 +17,8 @@ class ChangeProposed:
     """The worker can attach the storage of its change of this number (or detach, if not `attach`), and holds it open.
 
     `config`: the settings once the change is made. `back_up`: all pages in memory are dirty then, whatever the write
-    policy. Not `ready`: the worker cannot make the change that all ranks were asked for.
+    policy. Not `ready`: the worker cannot make the change that all ranks were asked for. `only_read`: nothing is to be
+    stored in it.
     """
 
     change: int
@@ -25,6 +26,7 @@ class ChangeProposed:
     attach: bool = True
     back_up: bool = False
     ready: bool = True
+    only_read: bool = False
 
 
 @dataclass(frozen=True)

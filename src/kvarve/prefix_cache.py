@@ -64,12 +64,13 @@ class PrefixCache:
         self.worker = CacheWorker(identity, config, device=device, storage=storage, rank=rank, clock=clock)
         self._agreement, ends = agreement, self.worker.transfers.ends
         ends.taken, ends.rings = agreement.happened, agreement.wake
-        attached = self.worker.attached is not None
+        attached = self.worker.attached
         self.scheduler = CacheScheduler(
             identity,
             config,
             self.worker.slots,
-            storage=attached,
+            storage=attached is not None,
+            only_read=attached is not None and attached.only_read,
             agreement=agreement,
             prefill_tokens=prefill_tokens,
         )

@@ -69,12 +69,13 @@ class CacheScheduler:
         slots: Slots,
         *,
         storage: bool = False,
+        only_read: bool = False,
         agreement: Agreement | None = None,
         prefill_tokens: int = 0,
     ) -> None:
         """`slots`: of each memory tier and pool, as the worker has them (`CacheWorker.slots`); without the device, the
-        nearest tier is an engine's. `storage`: whether the worker begins with one. `prefill_tokens`: what the engine
-        computes at once, where that is more than the identity's chunk."""
+        nearest tier is an engine's. `storage`: whether the worker begins with one; `only_read`: in which nothing is
+        to be stored. `prefill_tokens`: what the engine computes at once, if that is more than the identity's chunk."""
         self.identity, self.config = identity, config
         self.pools = identity.pools
         self.now = 0.0  # the ranks agree on the time in each step
@@ -86,6 +87,7 @@ class CacheScheduler:
             CoreConfig(*shape, storage=storage, policies=config.policies, prefill_tokens=prefill_tokens)
         )
         self._attached = storage
+        self.core.backups.only_read = only_read
         self._changes = Changes()
         self._orders: list[Order] = []  # not taken yet; those of the core come after them
         self._pinned, self._look_s = [0] * len(self.core.slot_pools.capacity), 0.0  # and when to look again
@@ -250,9 +252,10 @@ class CacheScheduler:
     def export(self, lease: Lease, until_s: float, prompt: Prompt | None = None) -> Ticket | None:
         """Hand a ready lease's prompt over: a ticket for the pages that have been published, which go to storage now
         whatever the write policy, and are expected there until `until_s` (Unix time). If the lease has grown beyond its
-        `prompt`, the pages of the answer go to storage too, but the ticket is for the prompt. None without a storage.
+        `prompt`, the pages of the answer go to storage too, but the ticket is for the prompt. None without a storage in
+        which pages are stored.
         """
-        if not self._attached:
+        if not self._attached or self.core.backups.only_read:
             return None
         boundary, identity = self.core.hand_over(lease), self.identity
         if prompt is not None:
@@ -406,6 +409,7 @@ class CacheScheduler:
         made = isinstance(decision, ChangeMade)
         if made:
             self.core.write_by(change.config.policies.write)  # first: the new policy decides which pages are dirty
+            self.core.backups.only_read = change.only_read
             if change.attach:
                 self.core.attach(change.back_up)
             else:
@@ -460,6 +464,7 @@ class CacheScheduler:
         stats["offload_paused"] = self.core.governor.paused
         stats["offload_used_share"] = self.core.governor.used_share
         stats["stores_backing_off"] = self.core.backups.backing_off()
+        stats["stores_refused"] = self.core.backups.refused
         stats["leases"] = len(self.core.leases)
         return stats
 

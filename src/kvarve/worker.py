@@ -34,7 +34,7 @@ from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Re
 from kvarve.model import ModelIdentity, PoolSpec, Tier
 from kvarve.sizes import format_size
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
-from kvarve.storage.urls import allocate, backend_of, parse_urls
+from kvarve.storage.urls import allocate, backend_of, only_read, parse_urls
 from kvarve.transfer.compression import Compressed, buffers_bytes, compressing, totals
 from kvarve.transfer.engine import TransferEngine
 from kvarve.transfer.storage_connection import StorageConnection
@@ -128,6 +128,11 @@ class Attached:
     urls: tuple[str, ...]
     storage: Breaker | Tiers
     connection: StorageConnection
+
+    @property
+    def only_read(self) -> bool:
+        """Whether nothing is to be stored in it, as its URLs ask for."""
+        return only_read(self.urls)
 
 
 @dataclass
@@ -425,7 +430,8 @@ class CacheWorker:
         self._changes += 1
         self._change = change = Change(self._changes, attached, config, why)
         change.made.set_running_or_notify_cancel()  # it cannot be cancelled: all ranks make it or none
-        self._proposed = ChangeProposed(change.number, config, attached is not None, back_up, why is None)
+        only_read = attached is not None and attached.only_read
+        self._proposed = ChangeProposed(change.number, config, attached is not None, back_up, why is None, only_read)
         self.wake()
         return change
 

@@ -1,11 +1,13 @@
 """A storage that is slow, failing or down costs only its own hits, and gets what the policy wants in the end."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from kvarve.core.backups import MAX_BACK_OFF_S, QUARANTINE_S, RETRY_BUDGET
 from kvarve.core.copies import STORE
+from kvarve.core.effects import Refusal
 from kvarve.core.eviction.cost import FLAT_COST
 from kvarve.core.eviction.order import OrderContext
 from kvarve.core.eviction.s3fifo import S3Fifo
@@ -13,6 +15,7 @@ from kvarve.core.policies import WritePolicy
 from kvarve.keys import pack
 from kvarve.model import Tier
 from kvarve.testing.world import World
+from kvarve.testing.world.dirty import WHY
 from kvarve.testing.world.scenes import ATTENTION, STATE, config, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -151,6 +154,37 @@ def test_what_leaves_memory_unstored_is_counted_by_its_reason(down: bool) -> Non
     world.flush(DEVICE, HOST)
     counters = world.core.counters
     assert (counters.dropped_down, counters.dropped_evicted) == ((5, 0) if down else (0, 5))
+
+
+@pytest.mark.parametrize(("why", "counter"), [(Refusal.FULL, "full"), (Refusal.READ_ONLY, "read_only")])
+def test_what_leaves_memory_while_storage_takes_nothing_is_counted_by_why_it_does(why: Refusal, counter: str) -> None:
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    write(world, 1)
+    for _ in range(2 * RETRY_BUDGET):
+        world.step([replace(world.end(op, lost=-1), refused=why) for op in stores(world)], later_s=MAX_BACK_OFF_S)
+    world.step([replace(world.end(op, lost=-1), refused=why) for op in stores(world)])
+    world.flush(DEVICE, HOST)
+    assert getattr(world.core.counters, f"dropped_{counter}") == 5 and world.core.counters.dropped_evicted == 0
+    assert world.core.counters.given_up == 0, "no run of pages is at fault"
+    write(world, 2)
+    world.step(later_s=MAX_BACK_OFF_S)
+    world.settle()
+    assert len(world.storage.objects) == 5
+    assert world.core.backups.refused is Refusal.NONE, "there is room again"
+
+
+def test_to_a_storage_that_is_only_to_be_read_nothing_is_sent_and_nothing_is_given_up() -> None:
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    world.request(prompt(4, seed=1))
+    world.settle()
+    world.core.backups.only_read = True
+    write(world, 2)
+    assert not stores(world) and not world.core.dirty() and world.core.idle()
+    world.flush(DEVICE, HOST)
+    assert not any(getattr(world.core.counters, f"dropped_{why}") for why in WHY)
+    assert world.core.counters.stored == len(world.storage.objects) == 5
+    world.request(prompt(4, seed=1, extra=2))
+    assert world.core.counters.fetched, "what it has is read"
 
 
 def test_what_is_parked_when_it_leaves_memory_is_counted_as_failed() -> None:

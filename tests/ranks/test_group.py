@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from kvarve.core.effects import Began, Ended, Event, Verified
+from kvarve.core.effects import Began, Ended, Event, Refusal, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal
 from kvarve.ranks.group import BEGUN_S, FAILED, STUCK, Group
 from kvarve.ranks.star import FRAME, Dead, GroupEnded, Late, Link, Star
@@ -91,6 +91,12 @@ def test_an_event_is_one_of_all_ranks_once_it_has_happened_on_each(three: Ranks)
     step = three.turn(r0=([Verified(7, pages)], True, None), r1=([Ended(7, pages)], True, None))
     assert step.events == []
     assert three.turn(r0=([Ended(7, pages)], True, None)).events == [Ended(7, pages ^ 4, 4)]
+
+
+def test_why_a_storage_of_one_rank_refused_pages_is_known_to_all(three: Ranks) -> None:
+    refused = Ended(7, 1, refused=Refusal.FULL)
+    step = three.turn(r0=([Ended(7, 3)], True, None), r1=([refused], True, None), r2=([Ended(7, 3)], True, None))
+    assert step.events == [refused]
 
 
 def never() -> bool:

@@ -41,7 +41,15 @@ class FarScheduler:
     made: list["FarScheduler"] = []  # noqa: RUF012  by the caches of a test
 
     def __init__(
-        self, identity: Any, config: Any, slots: Any, *, storage: bool, agreement: Any, prefill_tokens: int
+        self,
+        identity: Any,
+        config: Any,
+        slots: Any,
+        *,
+        storage: bool,
+        only_read: bool,
+        agreement: Any,
+        prefill_tokens: int,
     ) -> None:
         assert agreement.ranks == 1
         program = [sys.executable, str(Path(__file__).parent / "scheduler_process.py")]
@@ -52,7 +60,7 @@ class FarScheduler:
         self._leases: dict[int, FarLease] = {}
         self.calls = 0
         FarScheduler.made.append(self)
-        self._ask("made", identity, config, slots, storage, prefill_tokens)
+        self._ask("made", identity, config, slots, storage, only_read, prefill_tokens)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -29,8 +29,9 @@ def about(wire: Wire) -> dict[str, Any]:
 
 def serve(wire: Wire) -> None:
     """Answer until the other process has ended."""
-    _, (identity, config, slots, storage, prefill_tokens) = wire.receive()
-    scheduler = CacheScheduler(identity, config, slots, storage=storage, prefill_tokens=prefill_tokens)
+    _, (identity, config, slots, storage, only_read, prefill_tokens) = wire.receive()
+    about_storage = {"storage": storage, "only_read": only_read}
+    scheduler = CacheScheduler(identity, config, slots, **about_storage, prefill_tokens=prefill_tokens)
     wire.send(Answer(None, ()))
     leases: dict[int, Lease] = {}
     told: dict[int, Standing] = {}

@@ -9,7 +9,7 @@ from wire import MESSAGES, PLAIN, SETTINGS, VALUES, PlainReader
 
 from kvarve.config import CacheConfig
 from kvarve.core.cache import Hit
-from kvarve.core.effects import Began, Copy, Ended, Hurry, Page, Probe, Release, Verified, canonical
+from kvarve.core.effects import Began, Copy, Ended, Hurry, Page, Probe, Refusal, Release, Verified, canonical
 from kvarve.core.extents import Cut
 from kvarve.core.headroom import Demand
 from kvarve.core.lease import Lease, Phase
@@ -34,6 +34,8 @@ SAMPLES: list[Any] = [
     Began(2),
     Verified(2, 1 << 200, 3),
     Ended(2, 1 << 200, 3),
+    Ended(2, 1 << 200, 3, Refusal.READ_ONLY),
+    Refusal.FULL,
     Report([Began(1), Verified(1, 5), Ended(1, 5)], up=False, proposed=PROPOSED),
     PROPOSED,
     ChangeMade(3),

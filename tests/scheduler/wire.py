@@ -81,7 +81,7 @@ def of_module(module: Any) -> set[type]:
 
 MESSAGES = of_module(effects) | of_module(messages)
 SETTINGS = {CacheConfig, Cut, Policies, Snapshots, WritePolicy, ModelIdentity, PoolSpec, BufferSpec, Tier}
-VALUES = {Reason, Prompt, Demand, Hit, Counters, Phase, range, frozenset}
+VALUES = {Reason, effects.Refusal, Prompt, Demand, Hit, Counters, Phase, range, frozenset}
 PLAIN = MESSAGES | SETTINGS | VALUES | {Number, Standing, Call, Answer}
 _BY_NAME = {(each.__module__, each.__qualname__): each for each in PLAIN}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe
+from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe, Refusal
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
@@ -16,7 +16,7 @@ from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.regions import HostRegion
-from kvarve.storage import MemoryStorage, Storage
+from kvarve.storage import MemoryStorage, Storage, StorageUsage
 from kvarve.testing import FaultyStorage, Rule
 from kvarve.transfer.engine import TransferEngine
 
@@ -276,11 +276,25 @@ def test_when_deleting_a_bad_page_fails_it_is_still_not_good() -> None:
     assert bench.fetch((0, 0, 0), (0, 1, 1)).good & 1 == 0
 
 
-def test_a_page_without_room_in_storage_is_not_good() -> None:
+def test_a_page_without_room_in_storage_is_not_good_and_told_apart_from_one_whose_store_failed() -> None:
     bench = Bench()
     bench.attach(MemoryStorage(3 * 4096, NAMESPACE, "small"))
     ended = bench.store(*((0, page) for page in range(4)))
-    assert ended == Ended(bench.ops, 0b0111)
+    assert ended == Ended(bench.ops, 0b0111, refused=Refusal.FULL)
+    assert bench.store((0, 0)) == Ended(bench.ops, 1)
+
+
+def test_a_page_for_a_storage_that_can_only_be_read_is_told_apart_from_one_without_room() -> None:
+    class ReadOnly(MemoryStorage):
+        def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+            return [False] * len(names)
+
+        def usage(self) -> StorageUsage:
+            return StorageUsage(read_only=True)
+
+    bench = Bench()
+    bench.attach(ReadOnly(1 << 20, NAMESPACE, "read"))
+    assert bench.store((0, 0)) == Ended(bench.ops, 0, refused=Refusal.READ_ONLY)
 
 
 def test_what_storage_has_already_is_not_written_again(bench: Bench) -> None:

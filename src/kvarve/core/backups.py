@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvarve.boundaries import chosen, first, last, leading, members, of, ones, union
 from kvarve.core.copies import BACKUP, STORE, Edge, Op, Part, PartOutcome
+from kvarve.core.effects import Refusal
 from kvarve.core.governor import Governor
 from kvarve.core.host_share import HostShare
 from kvarve.core.policies import WritePolicy
@@ -52,6 +53,8 @@ class Backups:
         self.room_since = 0.0  # when copies that evictions wait for began, or the last of them ended
         self.look_again = 0.0  # when to retry a blocked queue
         self.down = False  # a storage is attached, but does not answer
+        self.only_read = False  # nothing is to be stored in it
+        self.refused = Refusal.NONE  # why it did not take pages of the store that ended last
         self.host_share = HostShare(state, self.slot_pools)
         self.has_host = any(self.slot_pools.capacity[self._host(pool)] for pool in self.pools)
         horizon = config.offload_horizon_bytes or HORIZON_HOSTS * self.host_share.whole_bytes
@@ -63,7 +66,7 @@ class Backups:
         self.pending_store.clear()
         self.busy.clear()
         self.quarantined.clear()
-        self.down = down
+        self.down, self.refused = down, Refusal.NONE
         self.failures, self.back_off_until = 0, self.state.now  # stores that failed in a row
         self.governor.reset()
 
@@ -86,6 +89,8 @@ class Backups:
     def dirty(self) -> int:
         """How many pages in memory are dirty."""
         if not self.down and not self.pending_store and not self.quarantined and not any(self.storing):
+            return 0
+        if self.only_read:
             return 0
         return sum(self._unstored(run) for run in self.slot_pools.runs() if not self._lazy(run) and self._wants(run))
 
@@ -127,7 +132,7 @@ class Backups:
         if run not in self.pending_backup and self.slot_pools.memory[0] is Tier.DEVICE:
             self.pending_backup[run] = None
             self.blocked[0] = False
-        if self.copies.storage and run not in self.pending_store and run not in self.busy:
+        if self._stores and run not in self.pending_store and run not in self.busy:
             self.pending_store[run] = None
             self.blocked[1] = False
 
@@ -228,6 +233,8 @@ class Backups:
             self.to_host -= op.page_count
         self.blocked = [False, False]  # the host may evict its sources now, or has pages to store
         excused = target is Tier.STORAGE and not op.void and self._storage_answered(outcomes)
+        if target is Tier.STORAGE and not op.void:
+            self.refused = op.refused
         touched: dict[Run, bool] = {}
         for outcome in outcomes:
             (pool, positions, _, targets), good, bad = outcome
@@ -350,7 +357,7 @@ class Backups:
         """By pool, a run's dirty local positions that are not in flight: those in the host, and those that only the
         device has."""
         in_host, above = [0 for _ in self.pools], [0 for _ in self.pools]
-        if self.copies.storage and run.pages and self._wants(run):
+        if self._stores and run.pages and self._wants(run):
             for pool in self.pools:
                 host, unsent = self._host(pool), self._missing(run, pool) & ~run.coming[self._storage(pool)]
                 in_host[pool] = run.here[host] & ~run.bad[host] & unsent
@@ -436,7 +443,11 @@ class Backups:
     @property
     def counts_dropped(self) -> bool:
         """Whether a page that leaves memory unstored is lost: there is a storage for it."""
-        return self.copies.storage or self.down
+        return not self.only_read and (self.copies.storage or self.down)
+
+    @property
+    def _stores(self) -> bool:
+        return self.copies.storage and not self.only_read
 
     def count_dropped(self, run: Run, pool: int, gone: int) -> None:
         """Pages of a run (local positions) leave their last memory tier: count those that were never stored."""
@@ -445,6 +456,9 @@ class Backups:
             return
         if self.down:
             self.counters.dropped_down += lost
+        elif self.refused and self._wants(run):
+            self.counters.dropped_full += lost if self.refused is Refusal.FULL else 0
+            self.counters.dropped_read_only += lost if self.refused is Refusal.READ_ONLY else 0
         elif run.failed_backups >= RETRY_BUDGET:
             self.counters.dropped_failed += lost
         elif self._wants(run):
@@ -521,7 +535,7 @@ class Backups:
         if not want:
             return None
         if tier is Tier.HOST:
-            stores = self.copies.storage and not self.backing_off() and self._wants(run)
+            stores = self._stores and not self.backing_off() and self._wants(run)
             return self._rescue_from_host(run, pool, want) if write_back and stores else 0
         if not self.slot_pools.capacity[self._host(pool)]:
             return 0

@@ -372,6 +372,7 @@ class Core(Growing):
             if op.edge in (PROBE, FETCH):
                 self.prefetch.began(lease)  # at the latest
         outcomes = op.outcomes(end)
+        op.refused = end.refused
         if op.edge == PROBE:
             for lease in waiting:
                 if self.prefetch.answered(lease, outcomes):

@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvarve.boundaries import deepest, members, numbered, ones, span, union
-from kvarve.core.effects import Copy, Effect, Ended, Hurry, Page, Probe, Verified
+from kvarve.core.effects import Copy, Effect, Ended, Hurry, Page, Probe, Refusal, Verified
 from kvarve.core.lease import Lease
 from kvarve.core.tree import Run, covering, keys_of, root_of
 from kvarve.keys import KEY_BYTES
@@ -93,6 +93,7 @@ class Op:
     void: bool = False  # its storage has been detached, or was down
     begun_s: float = inf  # when a worker began it
     joined: list[Lease] = field(default_factory=list)  # of a fetch: other leases that need pages of it too
+    refused: Refusal = Refusal.NONE  # of a store that has ended: why the storage did not take pages
     counts: bool = True  # towards the share of the host; not once its storage has been detached
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
 from kvarve.model import Tier
@@ -89,14 +90,23 @@ class Verified:
     bad: int = 0
 
 
+class Refusal(IntEnum):
+    """Why a storage that answers did not take pages."""
+
+    NONE = 0
+    FULL = 1
+    READ_ONLY = 2
+
+
 @dataclass(frozen=True)
 class Ended:
     """The end of an effect: bit i of `good` says page i arrived (or is there), bit i of `bad` that it failed its
-    check: its bytes are not those that its key names."""
+    check: its bytes are not those that its key names. `refused`: why a storage did not take the others."""
 
     op: int
     good: int
     bad: int = 0
+    refused: Refusal = Refusal.NONE
 
 
 Event = Began | Verified | Ended
@@ -110,4 +120,6 @@ def agreed(ends: Sequence[Outcome]) -> Outcome:
     for end in ends:
         good &= end.good
         bad |= end.bad
-    return type(ends[0])(ends[0].op, good & ~bad, bad)
+    refused = max(end.refused if isinstance(end, Ended) else Refusal.NONE for end in ends)
+    more = {"refused": refused} if refused else {}
+    return type(ends[0])(ends[0].op, good & ~bad, bad, **more)

@@ -86,7 +86,9 @@ class Counters:
     dropped_failed: int = 0  # left memory unstored: of runs that had spent their retry budget,
     dropped_evicted: int = 0  # while their store was pending,
     dropped_unpaying: int = 0  # while storing paused because it did not pay,
-    dropped_down: int = 0  # while the storage was down
+    dropped_down: int = 0  # while the storage was down,
+    dropped_full: int = 0  # while it had no room for what it was given,
+    dropped_read_only: int = 0  # while it could only be read
     stored_bytes: int = 0
     used_bytes: int = 0  # of pages from storage that a request resumed from
     used_tokens: int = 0

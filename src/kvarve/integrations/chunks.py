@@ -34,7 +34,7 @@ from kvarve.keys import object_name
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, KEY_BYTES, Stamp
 from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.storage import Breaker, StorageUsage, Tiers
-from kvarve.transfer.lanes import TOGETHER, Ends
+from kvarve.transfer.lanes import TOGETHER, Ends, Outcome
 from kvarve.transfer.storage_connection import StorageConnection
 
 log = logging.getLogger(__name__)
@@ -419,7 +419,7 @@ class ChunkStore:
         self.usage = self._storage.usage()
         return 0, 0
 
-    def _put(self, batches: Sequence[_Batch]) -> list[tuple[int, int]]:
+    def _put(self, batches: Sequence[_Batch]) -> list[Outcome]:
         begun = [batch for batch in batches if batch.begins(self._clock())]
         names, pieces = list[str](), list[tuple[memoryview, memoryview]]()
         rows = self._rows

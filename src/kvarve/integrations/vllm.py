@@ -91,6 +91,7 @@ class Ready(KVConnectorHandshakeMetadata):
     identity: ModelIdentity
     slots: Slots
     storage: bool
+    only_read: bool
 
 
 class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -234,7 +235,8 @@ class SchedulerSide:
         self._adapters = Adapters()
 
     def start(self, ready: Ready) -> None:
-        self.scheduler = CacheScheduler(ready.identity, self._settings.cache, ready.slots, storage=ready.storage)
+        shape = ready.identity, self._settings.cache, ready.slots
+        self.scheduler = CacheScheduler(*shape, storage=ready.storage, only_read=ready.only_read)
         self.planner = BlockPlanner(self.scheduler, self._groups, self._hash_tokens, tells=self._tells)
 
     def ask(self, request: Any, computed: int) -> int | None:
@@ -361,7 +363,9 @@ class WorkerSide:
         )
 
     def ready(self) -> Ready:
-        return Ready(self.worker.identity, self.worker.slots, self.worker.attached is not None)
+        attached = self.worker.attached
+        only_read = attached is not None and attached.only_read
+        return Ready(self.worker.identity, self.worker.slots, attached is not None, only_read)
 
     def do(self, orders: Orders) -> None:
         plan = orders.plan

@@ -15,10 +15,10 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
-from kvarve.core.effects import Began, Ended, Event, Verified
+from kvarve.core.effects import Began, Ended, Event, Refusal, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal, Votes, granted
 from kvarve.ranks.star import Dead, GroupEnded, Late, Star, framed, named
 
@@ -31,6 +31,7 @@ _NEWS = struct.Struct("<BQH")  # kind, number of the group, events
 _EVENT = struct.Struct("<BQHH")
 REPORT, INPUTS, FAILED, STUCK, END, NEWS = range(6)  # kinds of frames
 _NEWS_KIND = bytes([NEWS])
+REFUSED_BITS = 4  # of an event's kind, below why a storage refused pages
 TURN_BITS = 48  # of a turn's number, below the number of its group
 UP, PROPOSES, READY = 1, 2, 4  # flags of a report
 ALL_UP, GRANTED, REFUSED, ATTEND = 1, 2, 4, 8  # flags of inputs
@@ -464,7 +465,8 @@ def _event_bytes(event: Event) -> bytes:
     if isinstance(event, Began):
         return _EVENT.pack(0, event.op, 0, 0)
     good, bad = (bits.to_bytes((bits.bit_length() + 7) // 8, "little") for bits in (event.good, event.bad))
-    return _EVENT.pack(KINDS.index(type(event)), event.op, len(good), len(bad)) + good + bad
+    kind = KINDS.index(type(event)) | (event.refused << REFUSED_BITS if isinstance(event, Ended) else 0)
+    return _EVENT.pack(kind, event.op, len(good), len(bad)) + good + bad
 
 
 def _read_events(frame: bytes, at: int, count: int) -> tuple[list[Event], int]:
@@ -473,8 +475,14 @@ def _read_events(frame: bytes, at: int, count: int) -> tuple[list[Event], int]:
     for _ in range(count):
         kind, op, good, bad = _EVENT.unpack_from(frame, at)
         at += _EVENT.size
-        bits = [int.from_bytes(frame[at : at + good], "little")]
-        bits.append(int.from_bytes(frame[at + good : at + good + bad], "little"))
-        at += good + bad
-        events.append(KINDS[kind](op, *bits) if kind else Began(op))
+        ends = at + good, at + good + bad
+        fine, broken = (int.from_bytes(frame[start:end], "little") for start, end in pairwise((at, *ends)))
+        at = ends[-1]
+        what, refused = KINDS[kind & (1 << REFUSED_BITS) - 1], kind >> REFUSED_BITS
+        if refused and (what is not Ended or refused not in tuple(Refusal)):
+            raise IndexError(f"a {what.__name__} is not refused by {refused}")
+        if what is Began:
+            events.append(Began(op))
+        else:
+            events.append(Ended(op, fine, broken, Refusal(refused)) if what is Ended else Verified(op, fine, broken))
     return events, at

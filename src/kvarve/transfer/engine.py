@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import Any
 
 from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
-from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Transfer, Verified
+from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Refusal, Transfer, Verified
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
 from kvarve.memory.arenas import HostArena, apart
@@ -23,10 +23,10 @@ from kvarve.memory.fingerprints import Fingerprints, fingerprint
 from kvarve.memory.host_memory import zeros
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import Tier
-from kvarve.storage import Storage
+from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.transfer.arrivals import Arrival
 from kvarve.transfer.flows import LANES, Flow
-from kvarve.transfer.lanes import Ends, Lane
+from kvarve.transfer.lanes import Ends, Lane, Outcome
 from kvarve.transfer.storage_connection import StorageConnection
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class TransferEngine:
         self.flows[LOAD].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         return good, bad
 
-    def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[tuple[int, int]]:
+    def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[Outcome]:
         """Several copies to one storage in one put. A put keeps an object that exists, so no probe comes first."""
         storage, began = sent[0][0], time.perf_counter()
         outcomes: list[list[int]] = [[0, 0] for _ in sent]
@@ -217,7 +217,8 @@ class TransferEngine:
         kept = [page for (good, _), (_, copy) in zip(outcomes, sent, strict=True) for page in _chosen(copy.pages, good)]
         written = [page for page in kept if self._host[page.pool].parts.writes(page.key)]
         self.flows[STORE].moved(time.perf_counter() - began, kept, written)
-        return [(good, bad) for good, bad in outcomes]
+        refused = Refusal.NONE if all(stored) else _refusal(storage)
+        return [(good, bad, refused) for good, bad in outcomes]
 
     def _new(
         self, storage: Storage, names: Sequence[str], records: Sequence[memoryview], moved: Sequence[Page]
@@ -317,7 +318,7 @@ class TransferEngine:
             altered |= (not self.fingerprints.equal(edge, pool, page.key, before, after)) << i
         return altered
 
-    def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[tuple[int, int]]:
+    def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[Outcome]:
         """Which pages of several prompts one storage has, in one call."""
         asked = [[self._host[page.pool].parts.names(probe.root, page.key) for page in probe.pages] for _, probe in sent]
         names = [*dict.fromkeys(name for pages in asked for parts in pages for name in parts)]
@@ -335,6 +336,17 @@ class TransferEngine:
 
     def _intact(self, page: Page) -> bool:
         return self._host[page.pool].intact(page.source, page.key)
+
+
+def _refusal(storage: Storage) -> Refusal:
+    """Why a storage has not stored what was put."""
+    try:
+        usage = storage.usage()
+    except StorageError:
+        return Refusal.NONE
+    if isinstance(storage, Breaker | Tiers) and not storage.up:
+        return Refusal.NONE
+    return Refusal.READ_ONLY if usage.read_only else Refusal.FULL
 
 
 def _edge(source: Tier, target: Tier) -> tuple[str, str]:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeVar
 
-from kvarve.core.effects import Began, Ended, Event
+from kvarve.core.effects import Began, Ended, Event, Refusal
 from kvarve.errors import KvarveError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Outcome = tuple[int, int]
+Outcome = tuple[int, int] | tuple[int, int, Refusal]
 Work = Callable[[], Outcome]
 SharedWork = Callable[[Sequence[T]], list[Outcome]]
 
@@ -322,6 +322,6 @@ class Lane:
         if news:
             log.warning("%s: %s", self.name, why)
         self._end(late)
-        for piece, (good, bad) in zip(pieces, outcomes, strict=True):
-            self.ends.put(Ended(piece.op, good, bad))
+        for piece, outcome in zip(pieces, outcomes, strict=True):
+            self.ends.put(Ended(piece.op, *outcome))
         return stays

@@ -12,7 +12,8 @@ from kvarve.model import Tier
 
 Name = tuple[int, int, int]  # a page: a number for its root and tokens, its position, its pool
 # Counters of pages that left memory unstored; a page whose only copy, in the host, was bad is lost as well.
-REASONS = ("dropped_failed", "dropped_evicted", "dropped_unpaying", "dropped_down", "bad_host")
+WHY = ("failed", "evicted", "unpaying", "down", "full", "read_only")
+REASONS = (*(f"dropped_{why}" for why in WHY), "bad_host")
 
 
 class Dirty:
@@ -34,7 +35,7 @@ class Dirty:
     def look(self, runs: Iterable[Run], stored: int) -> None:
         """Check after an input in which stores and fetches have shown `stored` pages to be in storage."""
         core, memory, unstored = self._core, set[Name](), set[Name]()
-        expects = core.copies.storage or core.backups.down
+        expects = not core.backups.only_read and (core.copies.storage or core.backups.down)
         for run in runs:
             self._look_at(run, memory, unstored)
         counted = sum(getattr(core.counters, reason) for reason in REASONS)
@@ -81,7 +82,8 @@ class Dirty:
                     continue
                 if name not in self._spared:
                     unstored.add(name)
-                    can = core.copies.storage and wants and through and slot_pools.capacity[host]
+                    stores = core.copies.storage and not core.backups.only_read
+                    can = stores and wants and through and slot_pools.capacity[host]
                     assert not can or waits or on_its_way >> local & 1, "what is dirty waits to be stored"
 
     def _read_at_an_end(self, run: Run, pool: int, local: int) -> bool:

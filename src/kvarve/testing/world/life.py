@@ -8,12 +8,12 @@ there is none) does nothing.
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvarve.core.effects import Began, Ended, Probe, Transfer
+from kvarve.core.effects import Began, Copy, Ended, Probe, Refusal, Transfer
 from kvarve.core.lease import Lease, Phase
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
@@ -234,7 +234,10 @@ def _step(world: World, later_s: float, ends: Sequence[Sequence[int]]) -> bool:
     for pick, lost, rotten, rank in ends:
         op = _one(pick, [*world.flying])
         if op is not None:
-            ended.append(world.end(op, lost, rotten, rank % len(world.cores) if rank >= 0 else -1))
+            effect = world.flying[op]
+            end = world.end(op, lost, rotten, rank % len(world.cores) if rank >= 0 else -1)
+            stores = isinstance(effect, Copy) and effect.target is Tier.STORAGE
+            ended.append(replace(end, refused=Refusal(max(0, op % 8 - 5))) if stores and lost else end)
     world.step(ended, later_s)
     return True
 
