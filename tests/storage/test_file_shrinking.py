@@ -1,11 +1,15 @@
 """A store that is opened with less capacity, or that gives up a slab, keeps what was used last, wherever it lay."""
 
 import itertools
+import shutil
+from pathlib import Path
 
 import pytest
+import test_crashes as crashes
 from file_disks import MIB, Clockwork, file_name, total, trouble
 
 from kvarve.storage import FileStorage
+from kvarve.testing.faulty_disk import Fate, FaultyDisk
 from kvarve.testing.suite import OTHER_LABEL, get, put
 
 WIDE, NARROW = MIB, 256 << 10
@@ -69,7 +73,8 @@ def test_what_is_moved_is_as_old_and_as_much_used_as_it_was(opened):
 
     def facts(storage: FileStorage, name: str) -> tuple[int, ...]:
         slab, row = storage._index.place(name)
-        return tuple(int(column[row]) for column in (slab.length, slab.stored, slab.used, slab.uses))
+        stored_s = int(slab.stored[row]) // 1_000_000
+        return stored_s, *(int(column[row]) for column in (slab.length, slab.used, slab.uses))
 
     before = {name: facts(storage, name) for name in hot}
     storage.close()
@@ -168,6 +173,14 @@ def test_a_process_that_has_the_store_open_finds_what_another_one_has_moved(open
     use(storage, disk, hot)
     disk.elapse(1)
     before = {name: storage._index.place(name)[0] for name in hot}
+    really = storage._index.remove
+
+    def looks(*how: object) -> None:
+        assert kept(other, hot) == len(hot), "while each is there twice"
+        other.delete(["none"])  # it frees what is there twice
+        really(*how)
+
+    storage._index.remove = looks
     assert put(storage, large=bytes(40_000)) == [True]
     gone = [name for name, slab in before.items() if storage._index.place(name)[0] is not slab]
     assert gone, "the slab that was removed had some of them"
@@ -184,3 +197,30 @@ def test_what_a_put_has_answered_for_is_not_evicted_for_what_is_moved(opened):
     names = [coldest, "large"]
     stored = storage.put(names, [memoryview(page(int(coldest[5:]))), memoryview(bytes(40_000))])
     assert stored == [True, True] and storage.exists(names) == stored
+
+
+@pytest.mark.parametrize("fate", ["killed", "dropped", "torn"])
+@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.long)])
+def test_after_a_cut_at_any_moment_of_it_the_hot_objects_are_there_and_no_bytes_are_wrong(
+    tmp_path: Path, fate: Fate, every: int
+) -> None:
+    root, wide, narrow = tmp_path / "root", 400 << 10, 120 << 10
+    disk = FaultyDisk(root)
+    storage = crashes.opened(root, disk, capacity=wide)
+    cold, hot = crashes.pages("full", *range(70)), crashes.pages("full", *range(100, 112))
+    assert all(crashes.store(storage, cold))
+    storage.delete([page.name for page in cold[:60:5]])
+    assert all(crashes.store(storage, hot)), "in the rows of those, of all slabs"
+    storage.close()
+    began = len(disk.events)
+    crashes.opened(root, disk, capacity=narrow).close()
+    missing = 0
+    for count in range(began, len(disk.events) + 1, every):
+        folder = tmp_path / f"{count}"
+        disk.after(count, folder, fate)
+        storage = crashes.opened(folder, capacity=narrow)
+        missing += len({*hot} - crashes.intact(storage, hot + cold))
+        assert total(folder) <= narrow
+        storage.close()
+        shutil.rmtree(folder)
+    assert not missing

@@ -405,8 +405,9 @@ class Index:
         """A claimed row has been filled with an object of another slab, which is about to be removed: the object lies
         there now, as old and as much used as it was."""
         (slab, row), (other, at) = source, target
-        name, length, stored = slab.names[row], int(slab.length[row]), int(slab.stored[row])
-        self.keep(other, [at], [name], [length], stored)
+        name, length = slab.names[row], int(slab.length[row])
+        # Of two with one name all processes keep the newer one, until the other is gone with its slab.
+        self.keep(other, [at], [name], [length], int(slab.stored[row]) + 1)
         other.used[at], other.uses[at] = slab.used[row], slab.uses[row]
         slab.state[row] = FREE
 

@@ -316,6 +316,8 @@ class FileStorage(Storage):
                 if error.errno not in FULL:
                     raise error
         except OSError as error:
+            put.failed.clear()  # they refer to this frame, and so to slabs, whose files would stay open
+            put.lost.clear()
             if error.errno == errno.EROFS:
                 self._turn_to_reading()
                 return [False] * len(names)  # what was written may be lost in a power cut

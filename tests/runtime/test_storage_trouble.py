@@ -1,0 +1,71 @@
+"""A folder that can only be read, a disk that is full, one that loses objects: what a cache makes of them, and tells."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from filling import LONG, Request, a_config, a_store, an_identity, prompt, run, settle, until
+
+from kvarve.core.effects import Refusal
+from kvarve.model import Tier
+from kvarve.prefix_cache import PrefixCache
+from kvarve.storage.file.disk import Disk
+from kvarve.testing.world.dirty import WHY
+
+ALL = 8  # pages of LONG that can be resumed from
+
+
+def opened(url: str) -> PrefixCache:
+    return PrefixCache(an_identity(), a_config(storage=url))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir(0o700)
+    return tmp_path / "store"
+
+
+def test_caches_that_only_read_a_folder_find_what_another_one_stored_and_store_nothing(folder: Path) -> None:
+    url = f"file://{folder}"
+    one = opened(f"{url}?read_only=true")
+    other = opened(f"{url}?capacity=64MiB")
+    run(other, LONG)
+    settle(other)
+    before = other.usage()
+    assert run(one, LONG) == (0, 0, ALL), "and it was there first"
+    run(one, prompt(4.5, seed=7))
+    settle(one)
+    assert one.dirty() == 0
+    one.evict([Tier.DEVICE, Tier.HOST])
+    assert not any(one.stats()[f"dropped_{why}"] for why in WHY) and one.stats()["stored"] == 0
+    assert one.usage() is not None and one.usage().read_only and one.up
+    assert other.usage() == before
+    request = Request(one, LONG).wait()
+    assert one.export(request.lease, 1e12) is None, "nobody would find what is handed over"
+    request.close()
+    change = one.attach(a_store(), back_up=True)
+    one.step()
+    change.made.result(0)
+    settle(one)
+    assert one.stats()["stored"] > 0, "but in another storage"
+    one.shutdown()
+    other.shutdown()
+
+
+def test_a_disk_that_takes_no_more_writes_costs_no_page_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened(f"file://{folder}?capacity=64MiB")
+    run(cache, LONG)
+    settle(cache)
+
+    def refused(*how: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Disk, "write", refused)
+    run(cache, prompt(4.5, seed=7))
+    until(cache, lambda: cache.stats()["stores_refused"] == Refusal.READ_ONLY)
+    cache.evict([Tier.DEVICE, Tier.HOST])
+    stats = cache.stats()
+    assert stats["dropped_read_only"] > 0 and stats["dropped_evicted"] == stats["dropped_failed"] == 0
+    assert cache.up and run(cache, LONG) == (0, 0, ALL)
+    cache.shutdown()

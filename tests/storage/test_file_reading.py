@@ -1,0 +1,386 @@
+"""A store that can only be read is read: on a file system that takes no writes, or because its operator wants that."""
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from file_disks import MIB, Open, WithoutSync, everything
+from test_crashes import intact, pages, store
+
+from kvarve.cli import main
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage import FileStorage, check_storage, open_storage
+from kvarve.storage.file.disk import Directory, Disk
+from kvarve.storage.urls import only_read, parse_url
+from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
+
+EROFS = OSError(errno.EROFS, os.strerror(errno.EROFS))
+NAMES = [f"page-{i}" for i in range(40)]
+
+
+class Refusing(WithoutSync):
+    """From `refuses` on, and the `after`-th write from then, the file system takes no writes, and does not say so."""
+
+    refuses = False
+    after = 0
+
+    def _write(self) -> None:
+        if self.refuses:
+            self.after -= 1
+            if self.after < 0:
+                raise EROFS
+
+    def open(self, folder: Directory, name: str, *, create: bool = False, read_only: bool = False, **how: bool) -> int:
+        if create or (not read_only and not self.after > 0):
+            self._write()
+        return super().open(folder, name, create=create, read_only=read_only, **how)
+
+    def write(self, file: int, data: Any, at: int) -> int:
+        self._write()
+        return super().write(file, data, at)
+
+    def sync(self, file: int) -> None:
+        self._write()
+
+    def allocate(self, file: int, size_bytes: int) -> None:
+        self._write()
+        super().allocate(file, size_bytes)
+
+    def resize(self, file: int, size_bytes: int) -> None:
+        self._write()
+        super().resize(file, size_bytes)
+
+    def make_folder(self, folder: Directory, name: str) -> None:
+        self._write()
+        super().make_folder(folder, name)
+
+    def rename(self, folder: Directory, old: str, new: str) -> None:
+        self._write()
+        super().rename(folder, old, new)
+
+    def unlink(self, folder: Directory, name: str) -> None:
+        self._write()
+        super().unlink(folder, name)
+
+
+def data(name: str) -> bytes:
+    return name.encode() * 500
+
+
+def fill(storage: FileStorage, names: list[str]) -> None:
+    assert put(storage, **{name: data(name) for name in names}) == [True] * len(names)
+
+
+def right(storage: FileStorage, names: list[str]) -> int:
+    """How many objects are there; each has its bytes."""
+    found = [name for name in names if storage.exists([name]) == [True]]
+    assert all(get(storage, name) == data(name) for name in found)
+    return len(found)
+
+
+@pytest.fixture
+def filled(opened: Open, folder: Path) -> Path:
+    """A closed store."""
+    storage = opened()
+    fill(storage, NAMES)
+    storage.close()
+    return folder
+
+
+# --- a file system that takes no writes
+
+
+def test_a_store_on_a_file_system_that_takes_no_writes_gives_what_it_has(filled, opened, caplog) -> None:
+    disk = Refusing()
+    disk.refuses = True
+    before = everything(filled)
+    storage = opened(disk=disk)
+    assert right(storage, NAMES) == len(NAMES)
+    assert put(storage, **{"page-0": b"1", "more": b"2"}) == [True, False], "what is there is stored"
+    storage.touch(NAMES)
+    usage = storage.usage()
+    assert (usage.read_only, usage.objects, usage.capacity_bytes) == (True, len(NAMES), None)
+    with pytest.raises(ConfigError, match="can only be read"):
+        storage.drop()
+    assert right(storage, NAMES) == len(NAMES)
+    assert caplog.text.count("nothing is stored, and what is there can be read") == 1 and str(filled) in caplog.text
+    storage.close()
+    with pytest.raises(StorageError, match="closed"):
+        storage.exists(NAMES)
+    assert everything(filled) == before
+
+
+def test_an_object_that_is_deleted_where_nothing_can_be_written_is_missing_for_this_process(filled, opened) -> None:
+    """A damaged page would else be read again and again."""
+    disk = Refusing()
+    disk.refuses = True
+    storage = opened(disk=disk)
+    assert storage.delete(["page-3", "page-3", "more"]) == [True, False, False]
+    assert storage.exists(["page-3", "page-4"]) == [False, True] and get(storage, "page-3") is None
+    assert right(opened(disk=disk), NAMES) == len(NAMES)
+
+
+@pytest.mark.parametrize("after", range(0, 24, 3))
+def test_a_file_system_that_takes_no_more_writes_costs_only_what_was_to_be_written(opened, after, caplog) -> None:
+    """As ext4 after an error, while a server runs: its breaker opened, and the pages were lost with the writes."""
+    disk = Refusing()
+    storage = opened(disk=disk, threads=1)
+    fill(storage, NAMES[:20])
+    disk.refuses, disk.after = True, after
+    told = [storage.put([name], [memoryview(data(name))]) for name in NAMES[20:]]
+    assert [False] in told
+    assert right(storage, NAMES[:20]) == 20
+    assert caplog.text.count("has become read-only") == 1
+    assert storage.usage().read_only and not storage.put(["large"], [memoryview(bytes(9000))])[0]
+    assert storage.delete(["page-1"]) == [True]
+    disk.refuses = False
+    fill(storage, NAMES[20:])
+    assert not storage.usage().read_only
+    assert storage.exists(["page-1"]) == [True], "it could not be removed"
+    assert right(storage, NAMES) == len(NAMES)
+    assert storage.delete(["page-1"]) == [True]
+    storage.close()
+    assert right(opened(), NAMES) == len(NAMES) - 1
+
+
+def test_a_deletion_that_a_file_system_refuses_is_no_trouble(opened) -> None:
+    disk = Refusing()
+    storage = opened(disk=disk)
+    fill(storage, NAMES)
+    disk.refuses = True
+    assert storage.delete(["page-1", "more"]) == [True, False]
+    assert storage.exists(["page-0", "page-1"]) == [True, False]
+
+
+def test_where_nothing_can_be_written_and_nothing_is_there_opening_is_refused(folder, opened, monkeypatch) -> None:
+    monkeypatch.setattr(Disk, "is_read_only", lambda disk, path: True)
+    with pytest.raises(StorageError, match="no such folder, and none can be made"):
+        opened()
+    assert not folder.exists()
+
+
+def test_without_permission_to_write_opening_is_refused_and_says_what_to_give(filled, opened, monkeypatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(StorageError, match=r"no permission .*give read_only=yes"):
+        opened()
+    assert right(opened(read_only=True), NAMES) == len(NAMES)
+
+
+def test_maintenance_says_that_a_store_can_only_be_read(filled, monkeypatch, capsys) -> None:
+    disk = Refusing()
+    disk.refuses = True
+    monkeypatch.setattr("kvarve.storage.file.storage.Disk", lambda: disk)
+    before = everything(filled)
+    assert main(["storage", "verify", str(filled)]) == 0
+    assert main(["storage", "gc", str(filled)]) == 2
+    assert "can only be read" in capsys.readouterr().err
+    assert everything(filled) == before
+
+
+# --- as the operator wants
+
+
+class Untouched(WithoutSync):
+    """Nothing is written, made, locked or removed through it, nor opened to be written."""
+
+    def open(self, folder: Directory, name: str, **how: bool) -> int:
+        assert how.get("read_only"), f"{name} is opened to be written"
+        return super().open(folder, name, **how)
+
+    def write(self, *_: Any) -> int:
+        raise AssertionError("a write")
+
+    sync = allocate = resize = make_root = make_folder = rename = unlink = truncate = lock_range = write  # type: ignore[assignment]
+
+    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
+        assert shared, "a lock against others"
+        return super().lock(file, wait=wait, shared=shared)
+
+
+def reader(opened: Open, **more: Any) -> FileStorage:
+    return opened(0, disk=Untouched(), read_only=True, **more)
+
+
+def test_a_reader_finds_all_that_others_have_stored_and_touches_nothing(filled, opened) -> None:
+    before = everything(filled)
+    one, other = reader(opened), reader(opened)
+    assert right(one, NAMES) == right(other, NAMES) == len(NAMES)
+    assert put(one, more=b"1") == [False]
+    assert one.delete(["page-1"]) == [True] and other.exists(["page-1"]) == [True]
+    one.touch(NAMES)
+    one.close()
+    assert everything(filled) == before
+    writer = opened()
+    assert writer._folder.alone(), "readers do not count as having the store open"
+
+
+def test_a_reader_follows_a_process_that_writes(folder, opened) -> None:
+    """That begins before or after it, ends, begins anew, evicts, and removes slabs; never are there other bytes."""
+    folder.mkdir()
+    rng = random.Random(5)
+    early = reader(opened)
+    assert right(early, NAMES) == 0 and early.usage().objects == 0 and put(early, a=b"1") == [False]
+    writer = opened(256 << 10)
+    fill(writer, NAMES[:10])
+    readers = [early, reader(opened)]
+    assert [right(each, NAMES) for each in readers] == [10, 10]
+    names = [f"page-{i}" for i in range(400)]
+    for first in range(40, 400, 20):
+        fill(writer, names[first : first + 20])
+        put(writer, **{f"large-{first}": bytes(30_000)})
+        writer.delete([names[first]])
+        if first % 60 == 0:
+            writer.close()
+            if rng.random() < 0.5:
+                assert right(readers[1], names) > 0, "while no process has it open"
+            writer = opened(256 << 10)
+        assert [right(each, names) for each in readers] == [right(writer, names)] * 2
+    assert right(writer, names) < 60, "most have been evicted"
+    for name in names:
+        writer.delete([name])
+    assert [right(each, names) for each in readers] == [0, 0]
+
+
+def test_a_reader_that_slept_while_the_writer_began_anew_takes_no_old_entry_for_a_new_one(opened) -> None:
+    """Counters may be at the same numbers again; a slot then has another object than the reader knows."""
+    writer = opened(160 << 10, threads=1)
+    fill(writer, NAMES[:10])
+    slept = reader(opened)
+    assert right(slept, NAMES) == 10
+    writer.close()
+    for _ in range(3):
+        writer = opened(160 << 10, threads=1)
+        assert writer.delete([name for name in NAMES if writer.exists([name]) == [True]])
+        fill(writer, NAMES[20:30])
+        writer.close()
+    writer = opened(160 << 10, threads=1)
+    assert get(slept, "page-3") is None
+    assert right(slept, NAMES) == right(writer, NAMES) == 10
+
+
+def test_a_reader_reads_no_slot_that_was_given_to_another_object_meanwhile(opened) -> None:
+    """The writer was not heard: its file of changes cannot be read."""
+    writer = opened(160 << 10)
+    fill(writer, NAMES[:5])
+    it = reader(opened)
+    it._index.changes._file = -1
+    writer.delete(NAMES[:5])
+    fill(writer, NAMES[10:15])
+    assert [get(it, name) for name in NAMES[:5]] == [None] * 5
+    assert there(it, *NAMES[:5]) == ""
+
+
+def test_a_reader_of_a_folder_whose_marker_or_model_file_is_damaged_reads_it_all_the_same(filled, opened) -> None:
+    (filled / "kvarve.json").write_bytes(b"{")
+    next(filled.rglob("model.json")).write_bytes(b"{")
+    before = everything(filled)
+    assert right(reader(opened), NAMES) == len(NAMES)
+    assert everything(filled) == before
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "a thesis", "another version"])
+def test_a_reader_of_what_is_no_store_is_refused_or_waits_for_one(folder, opened, there) -> None:
+    if there != "nothing":
+        folder.mkdir()
+    if there == "a thesis":
+        (folder / "thesis.tex").write_text("42")
+    if there == "another version":
+        (folder / "kvarve.json").write_text('{"format": "kvarve-slabs/9"}')
+    if there == "an empty folder":
+        assert reader(opened).exists(["a"]) == [False]
+        return
+    with pytest.raises(StorageError, match=r"no such folder|not a kvarve storage folder|another version"):
+        reader(opened)
+
+
+def test_a_readers_folder_is_read_anew_when_it_was_replaced_and_trouble_while_it_is_gone(
+    filled, opened, tmp_path
+) -> None:
+    it = reader(opened)
+    shutil.move(filled, tmp_path / "away")
+    with pytest.raises(StorageError, match="no such folder"):
+        it.exists(["page-1"])
+    storage = opened()
+    fill(storage, NAMES[:3])
+    storage.close()
+    assert right(it, NAMES) == 3
+
+
+def test_another_models_pages_are_not_a_readers(filled, opened) -> None:
+    assert right(opened(0, OTHER_LABEL, "model B", disk=Untouched(), read_only=True), NAMES) == 0
+    with pytest.raises(StorageError, match="written by another model"):
+        opened(0, LABEL[:8] + b"other", "model C", disk=Untouched(), read_only=True)
+
+
+def test_a_url_asks_for_a_store_that_is_only_read_and_need_not_say_how_much_it_holds(filled) -> None:
+    url = f"file://{filled}?read_only=true"
+    assert only_read(url) and only_read([url, f"file://{filled}/b?read_only=yes"])
+    assert not only_read([url, "memory://a?capacity=1GiB"]) and not only_read(()) and not only_read(f"{url[:-4]}no")
+    check_storage(url, label=LABEL, description="model A")
+    storage = open_storage(url, label=LABEL, description="model A")
+    assert storage.usage().read_only and storage.exists(["page-1"]) == [True]
+    storage.close()
+    with pytest.raises(ConfigError, match="read_only=perhaps is neither yes nor no"):
+        check_storage(f"file://{filled}?read_only=perhaps", label=LABEL, description="model A")
+    assert parse_url(f"file://{filled}?capacity=1GiB&durable=false").yes("durable", default=True) is False
+
+
+def test_tiers_of_which_one_is_only_read_store_in_the_other_and_read_from_both(filled, tmp_path) -> None:
+    urls = [f"file://{filled}?read_only=yes", f"file://{tmp_path}/own?capacity=1MiB"]
+    storage = open_storage(urls, label=LABEL, description="model A")
+    assert put(storage, more=b"1") == [True]
+    assert (get(storage, "more"), get(storage, "page-1")) == (b"1", data("page-1"))
+    storage.close()
+
+
+# --- real mounts
+
+
+@contextmanager
+def mounted(image: Path, place: Path, *options: str) -> Iterator[None]:
+    words = ["mount", "-o", ",".join(["loop", *options]), str(image), str(place)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.long
+def test_a_store_on_ext4_is_read_after_an_error_and_on_a_mount_that_is_read_only(tmp_path, caplog) -> None:
+    image, place = tmp_path / "image", tmp_path / "mount"
+    place.mkdir()
+    if shutil.which("mkfs.ext4") is None or os.geteuid():
+        pytest.skip("no file system of ext4 can be made and mounted here")
+    with image.open("wb") as file:
+        file.truncate(400 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    some, folder = pages("full", *range(12)), place / "store"
+    with mounted(image, place, "errors=remount-ro"):
+        device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if f" {place} " in line)
+        storage = FileStorage(folder, MIB, LABEL, "model A", disk=Disk())
+        assert all(store(storage, some))
+        Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("a test")
+        assert store(storage, pages("full", 12)) == [False] and storage.usage().read_only
+        assert intact(storage, some) == set(some)
+        storage.close()
+        storage = FileStorage(folder, MIB, LABEL, "model A")
+        assert intact(storage, some) == set(some) and storage.usage().read_only
+        storage.close()
+    subprocess.run(["fsck.ext4", "-fy", str(image)], capture_output=True, check=False)
+    with mounted(image, place):
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        storage = FileStorage(folder, MIB, LABEL, "model A")
+        assert intact(storage, some) == set(some) and store(storage, pages("full", 12)) == [False]
+        subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+        assert store(storage, pages("full", 12)) == [True] and not storage.usage().read_only
+        storage.close()
+    assert "has become read-only" in caplog.text and "it can be written again" in caplog.text
