@@ -1,4 +1,4 @@
-"""A folder that can only be read, a disk that is full, one that loses objects: what a cache makes of them, and tells."""
+"""A folder that is only read, a disk that is full, one that loses objects: what a cache makes of them, and tells."""
 
 import errno
 import os
