@@ -137,17 +137,19 @@ def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
         inspector = Inspector(model.label, seal)
         with maintenance.inspect(place.folder, model) as inspection, _progress(model.description) as tick:
             read, damaged = inspection.verify(inspector.intact, tick)
-            lost = inspection.lost
+            lost, lost_objects = inspection.lost, inspection.lost_objects
         damages += len(damaged) + len(lost)
         whys = {name: inspector.whys.get(name, "cannot be read") for name in damaged}
         reports.append(
             _model_json(model)
             | {"read": read, "unknown": inspector.unknown, "keyed": inspector.keyed, "lost": lost}
+            | {"lost_objects": lost_objects}
             | {"compressed": inspector.compressed}
             | {"damaged": [{"name": name, "why": why} for name, why in whys.items()]}
         )
         text = f"{model.description} ({_short(model)}): {_many(read, 'object')} read, "
-        out.say(text + (f"{len(damaged):,} damaged: a server that reads one drops it" if damaged else "none damaged"))
+        text += f"{len(damaged):,} damaged: a server that reads one drops it" if damaged else "none damaged"
+        out.say(text + (f"; {_many(lost_objects, 'object')} or more lost:" if lost else ""))
         for name, why in [*whys.items()][:_SHOWN]:
             out.say(f"  {name}: {why}")
         if len(whys) > _SHOWN:

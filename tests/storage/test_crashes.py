@@ -466,6 +466,6 @@ def test_two_processes_put_get_and_evict_on_one_folder(tmp_path: Path) -> None:
     found = intact(storage, confirmed)
     assert found == {page for page in confirmed if storage.exists([page.name]) == [True]}
     assert len(found) == storage.usage().objects > 5
-    assert storage.trouble() == {"damaged": 0, "lost": 0}
+    assert (storage.usage().damaged, storage.usage().lost) == (0, 0)
     goes_on(storage, folder)
     storage.close()

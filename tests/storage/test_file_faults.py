@@ -244,7 +244,7 @@ def test_an_object_on_a_bad_sector_is_missing_alone_and_its_place_is_not_used_ag
     buffers = [bytearray(4096) for _ in names]
     found = [storage.get([name], [memoryview(buffer)]) for name, buffer in zip(names, buffers, strict=True)]
     assert found == [[4096], [None], [4096], [4096], [4096]]
-    assert storage.trouble()["damaged"] == 1
+    assert storage.usage().damaged == 1
     for i in range(30):
         assert put(storage, **{f"more-{i}": b"1"}) == [True]
         assert get(storage, f"more-{i}") == b"1"
@@ -317,4 +317,4 @@ def test_slots_without_a_table_give_up_their_room_and_are_no_loss(opened, folder
     assert put(storage, large=bytes(9000)) == [True]
     assert not left.exists()
     assert there(storage, "a", "large") == "a large"
-    assert storage.trouble()["lost"] == 0
+    assert storage.usage().lost == 0

@@ -188,7 +188,7 @@ def test_a_reader_notices_that_a_slab_was_removed_and_other_processes_hear_of_it
     slab.path.unlink()
     assert intact(storage, SOME) == set(SOME) - held
     assert beside.exists(names(held)) == [False] * len(held)
-    assert storage.trouble() == {"damaged": 0, "lost": len(held)}
+    assert (storage.usage().damaged, storage.usage().lost) == (0, len(held))
     storage.close()
     beside.close()
 
@@ -240,7 +240,7 @@ def test_a_slab_that_another_process_evicts_is_no_loss(tmp_path, caplog):
     disk.armed = True
     assert not intact(reader, SOME[:1])
     assert "from outside" not in caplog.text
-    assert reader.trouble() == {"damaged": 0, "lost": 0}
+    assert (reader.usage().damaged, reader.usage().lost) == (0, 0)
     for each in (storage, other, reader):
         each.close()
 

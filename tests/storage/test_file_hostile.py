@@ -303,7 +303,7 @@ def test_an_object_with_a_name_that_none_can_have_is_none_and_hides_no_other(fol
     forge(folder, 2, name=name)
     storage = opened(folder)
     assert len(intact(storage, BASE)) == len(BASE) - 1
-    assert storage.trouble()["lost"] == (0 if legal else 1)
+    assert storage.usage().lost == (0 if legal else 1)
     assert storage.usage().objects == len(BASE) - (not legal)
     for place in storage._index.entries.values():
         slab, row = storage._index.slabs[place >> 32], place & 0xFFFFFFFF

@@ -61,7 +61,7 @@ def test_an_object_that_another_process_evicts_while_it_is_read_is_a_miss(opened
     disk.armed = True
     assert get(storage, "a") is None
     assert there(storage, *"abcd") == "c d"
-    assert storage.trouble()["damaged"] == 0
+    assert storage.usage().damaged == 0
 
 
 def test_a_table_that_is_being_written_while_it_is_read_costs_a_miss_for_a_moment(opened):
@@ -92,7 +92,7 @@ def test_a_table_that_is_being_written_while_it_is_read_costs_a_miss_for_a_momen
     assert there(other, name) == name
     assert get(other, name) == b"1"
     assert put(other, b=b"2") == [True]
-    assert other.trouble()["lost"] == 0
+    assert other.usage().lost == 0
 
 
 def test_a_change_that_comes_while_another_is_taken_in_is_taken_in_by_the_next_call(opened):
@@ -183,7 +183,7 @@ def test_of_two_objects_of_one_name_one_goes_for_good(opened):
     assert sorted(on_disk) == sorted([*names, "new"])
     assert storage.usage().objects == 21
     assert get(storage, "page-00") == b"1"
-    assert storage.trouble()["lost"] == 0
+    assert storage.usage().lost == 0
 
 
 def test_a_process_that_only_reads_finds_an_object_that_has_moved(opened):

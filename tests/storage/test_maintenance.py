@@ -119,7 +119,7 @@ def test_gc_frees_damaged_slabs_and_nothing_else(folder, storage):
     table.write_bytes(bytes(table.stat().st_size))
     (model,) = maintenance.models(folder)
     with maintenance.opened(folder, model) as beside:
-        assert damaged.path.exists() and beside.trouble()["lost"] == 1
+        assert damaged.path.exists() and beside.usage().lost == 1
         assert beside.collect() == {"expired": 0, "damaged_bytes": damaged.shape.bytes}
         assert not damaged.path.exists() and not table.exists()
         assert there(beside, "a", "b") == "b"

@@ -27,13 +27,18 @@ ANY_NAME = "kvarve-is-it-up"
 class StorageUsage:
     """What a storage holds now, and what has become of objects since it was opened. None: the backend cannot tell.
 
-    `read_only`: whether nothing that is put is stored, as the medium takes no writes or the operator wants that.
+    `lost`: objects that are gone though nothing evicted them, since what says where they are is damaged or was removed;
+    `damaged`: objects whose bytes could not be read. `room_bytes`: how much more the medium takes. `read_only`: whether
+    nothing that is put is stored, as the medium takes no writes or the operator wants that.
     """
 
     objects: int | None = None
     bytes: int | None = None
     capacity_bytes: int | None = None
     evicted: int | None = None
+    lost: int | None = field(default=None, kw_only=True)
+    damaged: int | None = field(default=None, kw_only=True)
+    room_bytes: int | None = field(default=None, kw_only=True)
     read_only: bool | None = field(default=None, kw_only=True)
 
 

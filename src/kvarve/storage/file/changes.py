@@ -81,6 +81,11 @@ class Changes:
         for number in numbers:
             self._seen[number + 1, 0], self._head = _STALE, None
 
+    def tells(self, number: int, identity: int) -> bool:
+        """Whether a slab is told of now."""
+        raw = self._disk.peek(self._file, 8, (number + 1) * LINE_BYTES)
+        return int.from_bytes(raw, "little") == identity
+
     def pass_over(self, numbers: Iterable[int]) -> None:
         """Have the next look return what changes from now on: these slabs are known from their tables."""
         for _ in self.look():

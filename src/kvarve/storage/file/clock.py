@@ -2,7 +2,6 @@
 
 import struct
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass
 
 from kvarve.storage.file.disk import Directory, Disk
@@ -24,6 +23,7 @@ class Clock:
 
     disk: Disk
     file: int
+    damaged: bool = False  # what was saved cannot be read: the wall clock counts from now on
     _boot: bytes = b""
     _behind_ns: int = 0  # store time at boot
     _led_ns: int = 0  # how far times of stored objects have advanced it
@@ -33,14 +33,18 @@ class Clock:
         since_boot, wall = self.disk.since_boot_ns(), self._wall_ns()
         raw = b""
         if self.file >= 0:
-            with suppress(OSError):  # unreadable counts as damaged
+            try:
                 raw = self.disk.peek(self.file, _PAIR.size, 0)
+            except OSError:
+                raw = b"unreadable"
         now = wall
         if len(raw) == _PAIR.size and zlib.crc32(raw[:-4]) == int.from_bytes(raw[-4:], "little"):
             boot, then_since_boot, then_wall, then, _ = _PAIR.unpack(raw)
             same = boot == self._boot and since_boot >= then_since_boot
             passed = since_boot - then_since_boot if same else max(0, wall - then_wall)
             now = min(max(then, 0) + passed, _LATEST_NS)
+        else:
+            self.damaged = bool(raw.strip(b"\0"))
         self._behind_ns = now - since_boot
 
     def _wall_ns(self) -> int:

@@ -86,10 +86,15 @@ class Index:
         self.owner = owner_of(label)
         self.changes = Changes(disk, folder.open(CHANGES), folder.directory)
         self.clock = Clock(disk, folder.open(CLOCK))
+        if self.clock.damaged:
+            path = folder.model.path / CLOCK
+            log.warning("%s is damaged: objects count as aged by the wall clock while the store was closed", path)
         self.slabs: dict[int, Slab] = {}
         self.entries: dict[str, int] = {}  # the slab's number << 32 | the row
         self.bytes = 0
-        self.evicted = self.lost = self.damaged = 0
+        self.evicted = 0
+        self.lost = self.damaged = 0  # objects whose entries, and whose bytes, could not be read
+        self._damaged: set[int] = set()  # numbers of slabs of which that has been said
         self._of_group: dict[str, int] = {}  # slot bytes, of groups that have any; counted where there is a quota
         self._taken: set[int] = set()  # classes (slot bytes) without a free row
         self._dirty: dict[Slab, set[int]] = defaultdict(set)
@@ -161,11 +166,13 @@ class Index:
                 # A slab that cannot be opened counts as missing.
                 try:
                     slab = self._opened(changed.number)
-                    if slab.identity == changed.identity:
-                        self.slabs[changed.number] = slab
-                        self._read(slab, 0, slab.shape.slots)
-                except Broken:
-                    pass
+                    if slab.identity != changed.identity:
+                        raise Broken("its headers are those of another slab")
+                    self.slabs[changed.number] = slab
+                    self._read(slab, 0, slab.shape.slots)
+                except Broken as why:
+                    if self.changes.tells(changed.number, changed.identity):  # else it was removed meanwhile
+                        self.say_damaged(changed.number, why)
                 except OSError:
                     unopened.append(changed.number)
         self._unopened.update(unopened)
@@ -456,13 +463,36 @@ class Index:
             broken = np.flatnonzero(slab.state >= BROKEN)
             for stripe in np.unique(slab.stripe(broken)).tolist():
                 self._read(slab, *slab.rows_of(stripe))
+            lost = 0
             for row in np.flatnonzero((slab.state == BROKEN) | (slab.state == DUPLICATE)).tolist():
                 if self.seize(slab, row):
-                    self.lost += slab.state[row] == BROKEN
+                    lost += slab.state[row] == BROKEN
                     self.drop(slab, row)
+                elif slab.state[row] == BROKEN and row not in slab.unreadable and slab.is_unreadable(row):
+                    slab.unreadable.add(row)
+                    lost += 1
+            self._say_lost(slab, lost)
             self._unclear.discard(slab)
             if (slab.state >= BROKEN).any():  # it cannot be read, or another process has it: tried again the next time
                 self._unclear.add(slab)
+
+    def _say_lost(self, slab: Slab, entries: int) -> None:
+        if entries:
+            self.lost += entries
+            told = slab.path, entries, slab.shape.slots
+            log.warning("%s: %d of its %d entries are damaged: their objects are lost", *told)
+
+    def say_damaged(self, number: int, why: object) -> None:
+        """A slab cannot be used; said and counted once."""
+        if number in self._damaged:
+            return
+        self._damaged.add(number)
+        folder, objects = self.folder.model, 0
+        with suppress(OSError):
+            objects = Slab.count_of_stored(self.disk, folder, number)
+        self.lost += max(1, objects)
+        told = folder.path / slab_name(number), why, objects
+        log.warning("%s is damaged and not used, until its space is needed: %s; %d objects are lost", *told)
 
     def old(self, slabs: Iterable[Slab], now_ns: int) -> list[RowAddress]:
         """The expired objects of these slabs. No lock is needed, as `expire` checks again."""
@@ -537,6 +567,7 @@ class Index:
         try:
             with lock:
                 self.slabs[slab.number] = slab
+                self._damaged.discard(slab.number)
                 self._taken.discard(slab.shape.slot_bytes)
                 if not empty:
                     self._read(slab, 0, slab.shape.slots)
@@ -590,18 +621,18 @@ class Index:
             if slab is not None:
                 self.slabs[number] = slab
                 self._read(slab, 0, slab.shape.slots)
+                self._say_lost(slab, int((slab.state == BROKEN).sum()))
 
     def _found(self, number: int, *, whole: bool, repair: bool) -> Slab | None:
         """A slab on disk; None, and it is said, if it cannot be used."""
-        path = self.folder.model.path / slab_name(number)
         try:
             return self._opened(number, alone=repair)
         except Broken as why:
-            self.lost += whole
-            log.warning("%s is damaged and not used, until its space is needed: %s", path, why)
+            if whole:
+                self.say_damaged(number, why)
         except OSError as error:
             self.lost += 1
-            log.warning("%s is not used: %s", path, error)
+            log.warning("%s is not used: %s", self.folder.model.path / slab_name(number), error)
         return None
 
     def _opened(self, number: int, *, alone: bool = False) -> Slab:

@@ -8,7 +8,7 @@ process beside those that use it, as its owner only. Neither adds slabs nor evic
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,12 +106,13 @@ def models(directory: str | os.PathLike[str]) -> list[Model]:
 
 class Inspection:
     """One model's slabs, open for reading. They may change meanwhile, so after a read its entry is checked again.
-    `lost`: the parts of its tables that cannot be read, and why."""
+    `lost`: the parts of its tables that cannot be read, and why; `lost_objects`: of about so many objects."""
 
     def __init__(self, disk: Disk, folder: Directory, label: bytes) -> None:
         self._disk, self._folder = disk, folder
         self.slabs: list[Slab] = []
         self.lost: list[str] = []
+        self.lost_objects = 0
         self._now_ns = read_clock(disk, folder).now_ns()
         self._places: dict[str, tuple[Slab, int]] = {}
         for number, whole in sorted(slab_numbers(disk, folder).items()):
@@ -120,6 +121,8 @@ class Inspection:
             except Broken as why:
                 if whole and number in slab_numbers(disk, folder):  # else a process is making or removing it
                     self.lost.append(f"{folder.path / slab_name(number)}: {why}")
+                    with suppress(OSError):
+                        self.lost_objects += Slab.count_of_stored(disk, folder, number)
             except NotOurs as why:
                 self.lost.append(str(why))
             except OSError as why:
@@ -145,6 +148,7 @@ class Inspection:
                 break
         if broken:
             self.lost.append(f"{slab.path}: {broken} of its {slab.shape.slots} entries cannot be read")
+            self.lost_objects += broken
         self.slabs.append(slab)
         for row in np.flatnonzero(slab.state == STORED).tolist():
             other, at = self._places.get(slab.names[row], (slab, row))

@@ -6,6 +6,7 @@ eviction queues.
 """
 
 import logging
+import os
 import secrets
 import threading
 from collections import Counter, defaultdict
@@ -267,14 +268,16 @@ class SlabAllocator:
         they could not be opened. Their objects are used; damaged ones are left where they are until space is needed."""
         disk, folder, known = self._folder.disk, self._folder.model, self._index.changes.known()
         self._damaged.clear()
-        for number in slab_numbers(disk, folder):
+        for number, whole in slab_numbers(disk, folder).items():
             if number in known or number in self._index.slabs:
                 continue
             with suppress(OSError):  # it keeps its number until the next try
                 try:
                     slab = Slab.open(disk, folder, number, self._index.owner)
-                except Broken:
+                except Broken as why:
                     self._damaged.add(number)
+                    if whole:
+                        self._index.say_damaged(number, why)
                 except NotOurs as why:
                     if number not in self._left_alone:
                         log.warning("%s is left alone: %s", folder.path / slab_name(number), why)
@@ -378,14 +381,17 @@ class SlabAllocator:
         change tries again."""
         for slab in [slab for slab in [*self._index.slabs.values()] if slab.failed]:
             with self._lock:
-                self._index.lost += int((slab.state == STORED).sum())
+                lost = int((slab.state == STORED).sum())
+                self._index.lost += lost
                 self._index.forget(slab)
                 self._index.failed[slab.identity] = slab
+            why = "%s: a sync has failed (%s), so any of its %d objects may be lost: it is removed"
+            log.warning(why, slab.path, os.strerror(slab.failed), lost)
         for slab in [*self._index.failed.values()]:
             with suppress(OSError, StorageError), self._alone():
                 if not slab.is_gone():  # its number may be another slab's by now
                     self._index.remove(slab, self._lock)
-                    unlink(slab.disk, slab.folder, slab.number, "a sync has failed, so any of its objects may be lost")
+                    unlink(slab.disk, slab.folder, slab.number, "a sync has failed")
                 del self._index.failed[slab.identity]
 
     def shrink(self) -> None:

@@ -36,6 +36,7 @@ from kvarve.storage.file.table import (
     Rows,
     Shape,
     are_states,
+    count_of_stored,
     pack_header,
     read_entries,
     unpack_header,
@@ -101,6 +102,8 @@ class Slab:
         self._syncs_begun = dict.fromkeys((file, table), 0)
         self.syncing = 0  # puts that have entered objects here and have not synced them yet
         self._named = named  # its names are on the medium; of one that another process made that is unknown
+        self.unreadable: set[int] = set()  # rows whose entries the medium does not give, counted once
+        self.bad = False  # whether it has been said that an object in it cannot be read
         self.failed = 0  # errno of a sync that failed: any object may be missing on the medium, so the slab has to go
 
     @staticmethod
@@ -167,6 +170,16 @@ class Slab:
             raise
         return Slab(disk, folder, number, shape, identity, table, slots, read_only=read_only)
 
+    @staticmethod
+    def count_of_stored(disk: Disk, folder: Directory, number: int) -> int:
+        """How many objects a slab has by its table, though neither of its headers may be intact; of a table that is
+        longer than usual, those at its beginning."""
+        file = disk.open(folder, slab_name(number) + TABLE, read_only=True)
+        try:
+            return count_of_stored(disk.peek(file, _READ_TABLE_BYTES, ENTRY_BYTES))
+        finally:
+            disk.close(file)
+
     def _try_direct(self) -> None:
         """Some file systems take the flag and refuse the I/O."""
         try:
@@ -206,6 +219,13 @@ class Slab:
             entry[:] = b"\xff" * ENTRY_BYTES
             with suppress(OSError):
                 _read_some(self.disk, self.table, entry, self.shape.entry_at(first + i))
+
+    def is_unreadable(self, row: int) -> bool:
+        """Whether the medium does not give an entry."""
+        try:
+            return len(self.disk.peek(self.table, ENTRY_BYTES, self.shape.entry_at(row))) < ENTRY_BYTES
+        except OSError:
+            return True
 
     def save(self, rows: Sequence[int]) -> None:
         """Write the entries of these rows from the columns. Not durable before `sync`."""
@@ -348,7 +368,11 @@ class Slab:
                         self._named = True
                     self.disk.sync(file)
                 except BaseException as error:  # also on an interrupt
-                    self.failed = getattr(error, "errno", None) or errno.EIO
+                    number = getattr(error, "errno", None) or errno.EIO
+                    if number == errno.EROFS:  # what lies on the medium can still be read
+                        self._syncs_begun[file] -= 1
+                    else:
+                        self.failed = number
                     raise
             if self.failed:
                 raise OSError(self.failed, os.strerror(self.failed))
@@ -358,8 +382,14 @@ class Slab:
         try:
             if len(self.disk.peek(self.table, ENTRY_BYTES, 0)) < ENTRY_BYTES:
                 return False
-            # With direct I/O, as the page cache would answer for a disk that is gone.
-            return self.direct < 0 or self.disk.read(self.direct, [blocks(BLOCK_BYTES)], 0) == BLOCK_BYTES
+        except OSError:
+            return False
+        return self.direct < 0 or any(map(self._gives, {0, self.shape.slots_bytes - BLOCK_BYTES}))
+
+    def _gives(self, at: int) -> bool:
+        """Whether a block can be read, with direct I/O: the page cache would answer for a disk that is gone."""
+        try:
+            return self.disk.read(self.direct, [blocks(BLOCK_BYTES)], at) == BLOCK_BYTES
         except OSError:
             return False
 

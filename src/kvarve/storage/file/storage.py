@@ -27,7 +27,7 @@ from pathlib import Path
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
 from kvarve.storage.file.disk import FULL, Disk
-from kvarve.storage.file.folder import Folder, Medium, ReadOnly, check_contents, check_folder, tries
+from kvarve.storage.file.folder import Folder, Medium, ReadOnly, check_contents, check_folder, spare_bytes, tries
 from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, check_limits
 from kvarve.storage.file.put import Put
 from kvarve.storage.file.slab_allocator import AT_ONCE, SlabAllocator
@@ -194,6 +194,8 @@ class FileStorage(Storage):
                 raise StorageError(
                     f"{self._directory} was removed or moved away while it was open, and cannot be opened anew: {error}"
                 ) from error
+            if not self._reading:
+                self._index.lost += len(index.entries.keys() - self._index.entries.keys())
             index.close()
             left.close()
 
@@ -400,13 +402,19 @@ class FileStorage(Storage):
     def usage(self) -> StorageUsage:
         with self._looking() as index:
             objects, size_bytes = index.count(index.clock.now_ns())
-            capacity_bytes = None if self._reading else self._limits.capacity_bytes
-            return StorageUsage(objects, size_bytes, capacity_bytes, index.evicted, read_only=self._reading)
-
-    def trouble(self) -> dict[str, int]:
-        """How many objects could not be read and how many entries were lost since this storage was opened."""
-        with self._lock:
-            return {"damaged": self._index.damaged, "lost": self._index.lost}
+            room_bytes = None
+            with suppress(OSError):
+                room_bytes = max(0, spare_bytes(self._disk, self._folder.root))
+            return StorageUsage(
+                objects,
+                size_bytes,
+                None if self._reading else self._limits.capacity_bytes,
+                index.evicted,
+                lost=index.lost,
+                damaged=index.damaged,
+                room_bytes=room_bytes,
+                read_only=self._reading,
+            )
 
     def collect(self) -> dict[str, int]:
         """Free expired objects, and damaged slabs; returns the objects and the bytes. ConfigError: as `drop`."""
@@ -496,7 +504,7 @@ class FileStorage(Storage):
                         if self._index.slabs.get(slab.number) is not slab:  # it was removed
                             put.contended = True
                         elif number in put.failed:
-                            self._index.damaged += put.failed[number].errno == errno.EIO
+                            continue
                         elif there is not None:  # another put was faster
                             put.slabs.add(there[0])
                             put.answers[number] = True
@@ -593,18 +601,21 @@ class FileStorage(Storage):
 
     def _retire(self, damaged: Sequence[tuple[Slab, int, int]]) -> None:
         """Drop objects that cannot be read, and leave their slots alone."""
-        if self._reading:
-            with self._lock:
-                for slab, row, generation in damaged:
-                    if self._index.is_current((slab, row), generation):
-                        self._index.damaged += 1
+        with self._lock:
+            for slab, row, generation in damaged:
+                if self._index.is_current((slab, row), generation):
+                    self._index.damaged += 1
+                    if not slab.bad:
+                        slab.bad = True
+                        log.warning("%s: an object in it could not be read: it is lost", slab.path)
+                    if self._reading:
                         self._index.hide(slab, row)
+        if self._reading:
             return
         with suppress(OSError, StorageError), self._changing(), self._lock:
             retired = []
             for slab, row, generation in damaged:
                 if self._index.is_current((slab, row), generation) and self._index.seize(slab, row):
-                    self._index.damaged += 1
                     self._index.drop(slab, row)
                     retired.append((slab, row))
             self._index.publish()

@@ -194,6 +194,12 @@ def read_entries(
     )
 
 
+def count_of_stored(raw: bytes) -> int:
+    """How many entries seem to be those of objects, whatever their check."""
+    entries = np.frombuffer(raw, np.uint64, len(raw) // ENTRY_BYTES * ENTRY_WORDS).reshape(-1, ENTRY_WORDS)
+    return int(((entries[:, _STATE] & np.uint64(0xFF) == STORED) & (entries[:, _NAME] != 0)).sum())
+
+
 def are_states(raw: bytes, state: npt.NDArray[np.uint8], generation: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
     """Which entries have these states and generations, whatever else they have."""
     words = np.frombuffer(raw, np.uint64, len(state) * ENTRY_WORDS)[_STATE::ENTRY_WORDS]

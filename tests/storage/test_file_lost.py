@@ -1,0 +1,192 @@
+"""What a file store loses, it says: a warning for each slab, and a count in its usage, whatever file is damaged."""
+
+import errno
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from file_disks import MIB, Clockwork, Open, Rigged, WithoutSync, file_name, table_path, trouble
+
+from kvarve.cli import main
+from kvarve.errors import StorageError
+from kvarve.storage import FileStorage
+from kvarve.storage.file.disk import Directory
+from kvarve.storage.file.table import ENTRY_BYTES
+from kvarve.testing.suite import get, put
+
+NAMES = [f"page-{i}" for i in range(60)]
+
+
+@pytest.fixture
+def filled(opened: Open) -> list[Path]:
+    """The tables of a closed store."""
+    storage = opened(512 << 10)
+    assert all(put(storage, **{name: name.encode() * 400 for name in NAMES}))
+    storage.close()
+    tables = sorted(storage._folder.model.path.glob("*.table"))
+    assert len(tables) > 2
+    return tables
+
+
+def flip(path: Path, rng: random.Random, count: int, first: int = 0, last: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(count):
+        data[rng.randrange(first, len(data) + last)] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def warned(text: str, what: str) -> int:
+    return sum(what in line for line in text.splitlines() if "WARNING" in line)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_entries_that_were_damaged_are_counted_and_said_once_a_slab(filled, opened, read_only, caplog, capsys) -> None:
+    print("seed 8")
+    rng = random.Random(8)
+    for table in filled:
+        flip(table, rng, 200, ENTRY_BYTES, -ENTRY_BYTES)
+    assert main(["storage", "verify", str(filled[0].parents[2])]) == 1
+    out = capsys.readouterr().out
+    storage = opened(512 << 10, read_only=read_only)
+    usage = storage.usage()
+    gone = len(NAMES) - sum(storage.exists(NAMES))
+    assert usage.lost is not None and usage.objects == len(NAMES) - gone and usage.lost >= gone > 30
+    assert f"none damaged; {usage.lost} objects or more lost:" in out
+    assert warned(caplog.text, "entries are damaged: their objects are lost") == len(filled)
+    storage.usage()
+    if not read_only:
+        put(storage, more=b"1")
+    assert storage.usage().lost == usage.lost and warned(caplog.text, "are lost") == len(filled), "once"
+
+
+def test_a_slab_of_which_both_headers_or_a_file_are_gone_counts_all_its_objects(filled, opened, caplog) -> None:
+    storage = opened(512 << 10)
+    of_slab = [int((storage._index.slabs[at].state == 1).sum()) for at in range(3)]
+    storage.close()
+    rng = random.Random(3)
+    flip(filled[0], rng, 40, 0, ENTRY_BYTES - filled[0].stat().st_size)
+    flip(filled[0], rng, 40, filled[0].stat().st_size - ENTRY_BYTES, 0)
+    filled[1].with_suffix("").unlink()
+    filled[2].unlink()
+    storage = opened(512 << 10)
+    usage = storage.usage()
+    assert usage.lost == of_slab[0] + of_slab[1], "and slots without a table were never a slab"
+    assert warned(caplog.text, f"{of_slab[0]} objects are lost") >= 1 and warned(caplog.text, "are lost") == 2
+    beside = opened(512 << 10)
+    assert beside.usage().lost == 0, "it was told of by none that has the store open"
+
+
+def test_a_slab_that_is_damaged_while_others_have_the_store_open_is_said_by_the_next_one_to_open_it(
+    filled, opened, caplog
+) -> None:
+    storage = opened(512 << 10)
+    flip(filled[0], random.Random(3), 40, 0, ENTRY_BYTES - filled[0].stat().st_size)
+    flip(filled[0], random.Random(3), 40, filled[0].stat().st_size - ENTRY_BYTES, 0)
+    other = opened(512 << 10)
+    assert (storage.usage().lost, other.usage().lost) == (0, len(NAMES) - sum(other.exists(NAMES)))
+    assert other.usage().lost and warned(caplog.text, "is damaged and not used") == 1
+
+
+class Unreadable(WithoutSync):
+    """The first entry of each table is on a bad sector."""
+
+    bad = True
+
+    def _maybe(self, file: int, at: int, size_bytes: int) -> None:
+        if self.bad and file_name(file).endswith(".table") and at <= ENTRY_BYTES < at + size_bytes:
+            raise trouble()
+
+    def peek(self, file: int, size_bytes: int, at: int) -> bytes:
+        self._maybe(file, at, size_bytes)
+        return super().peek(file, size_bytes, at)
+
+    def read(self, file: int, into: Any, at: int) -> int:
+        self._maybe(file, at, sum(view.nbytes for view in into))
+        return super().read(file, into, at)
+
+
+def test_entries_on_a_bad_sector_are_counted_once_and_are_there_again_if_it_is_read_again(filled, opened) -> None:
+    disk = Unreadable()
+    storage = opened(512 << 10, disk=disk)
+    lost = storage.usage().lost
+    assert lost == len(filled) == len(NAMES) - sum(storage.exists(NAMES))
+    for i in range(3):
+        put(storage, **{f"more-{i}": b"1"})
+    assert storage.usage().lost == lost
+    disk.bad = False
+    put(storage, more=b"1")
+    assert all(storage.exists(NAMES))
+
+
+def test_objects_on_a_bad_sector_are_counted_and_said_once_a_slab(opened, caplog) -> None:
+    class Bad(WithoutSync):
+        """Also on the first block of a slab, from which a disk that is gone is told."""
+
+        bad = False
+
+        def read(self, file: int, into: Any, at: int) -> int:
+            if self.bad and at in (0, 4096):
+                raise trouble()
+            return super().read(file, into, at)
+
+    disk = Bad()
+    storage = opened(disk=disk, threads=1)
+    names = [f"page-{i}" for i in range(14)]
+    assert all(put(storage, **{name: bytes(4096) for name in names}))
+    disk.bad = True
+    assert sum(get(storage, name) is None for name in names) == 2
+    assert storage.usage().damaged == 2 and warned(caplog.text, "could not be read: it is lost") == 1
+
+
+def test_slabs_of_which_a_sync_failed_and_a_folder_that_was_emptied_are_counted(opened, folder, caplog) -> None:
+    disk = Rigged()
+    storage = opened(disk=disk)
+    assert all(put(storage, **{f"page-{i}": b"1" for i in range(5)}))
+    disk.fail(trouble(), "sync", "slab-000000")
+    with pytest.raises(StorageError):
+        put(storage, more=b"1")
+    assert storage.usage().lost == 5 and warned(caplog.text, "a sync has failed (Input/output error)") == 1
+    assert all(put(storage, **{f"page-{i}": b"1" for i in range(5)}))
+    (folder / "models").rename(folder.parent / "models")
+    assert storage.usage().lost == 5
+
+
+def test_nothing_is_lost_by_what_is_evicted_dropped_or_expires(opened) -> None:
+    disk = Clockwork()
+    storage = opened(128 << 10, disk=disk, ttl_s=60)
+    for i in range(80):
+        put(storage, **{f"page-{i}": bytes(4096)})
+    storage.delete(["page-79"])
+    disk.elapse(90)
+    put(storage, more=b"1")
+    storage.drop()
+    storage.close()
+    storage = opened(64 << 10, disk=disk)
+    assert (storage.usage().lost, storage.usage().damaged) == (0, 0)
+
+
+def test_a_damaged_clock_is_said(filled, opened, caplog) -> None:
+    flip(filled[0].with_name("clock"), random.Random(1), 3)
+    opened(512 << 10)
+    assert warned(caplog.text, "clock") == 1
+
+
+def test_the_room_of_the_disk_is_told_until_it_cannot_be(opened) -> None:
+    class Nearly(WithoutSync):
+        free_bytes = 300 << 20
+
+        def space(self, folder: Directory) -> tuple[int, int]:
+            if self.free_bytes < 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return self.free_bytes, 10 << 30
+
+    disk = Nearly()
+    storage: FileStorage = opened(MIB, disk=disk)
+    assert storage.usage().room_bytes == 44 << 20, "a hundredth, 256 MiB at least, stays free"
+    disk.free_bytes = 1 << 20
+    assert storage.usage().room_bytes == 0
+    disk.free_bytes = -1
+    assert storage.usage().room_bytes is None
+    assert table_path(storage._folder.model.path)
