@@ -70,6 +70,10 @@ class Admin:
             "bytes": usage and usage.bytes,
             "objects": usage and usage.objects,
             "evicted_objects": usage and usage.evicted,
+            "lost_objects": usage and usage.lost,
+            "damaged_objects": usage and usage.damaged,
+            "room_bytes": usage and usage.room_bytes,
+            "read_only": bool(usage and usage.read_only),
             "pages": {
                 "fetched": counters.fetched,
                 "stored": counters.stored,

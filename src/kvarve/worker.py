@@ -383,6 +383,14 @@ class CacheWorker:
             stats[f"breaker_open.{number}"] = breaker.open
             stats[f"breaker_opened.{number}"] = breaker.counts["went down"]
             stats[f"breaker_hung.{number}"] = breaker.counts["hung"]
+            usage = breaker.known
+            told = {
+                "lost": usage.lost,
+                "damaged": usage.damaged,
+                "room": usage.room_bytes,
+                "only_read": usage.read_only,
+            }
+            stats |= {f"storage_{name}.{number}": value for name, value in told.items() if value is not None}
         for pool, total in (totals(attached.storage) if attached is not None else {}).items():
             stats |= {f"compress_{name}.{pool}": value for name, value in total.items()}
         return stats

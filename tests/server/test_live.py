@@ -13,11 +13,14 @@ from servers import PAGE
 from talk import CHAT, COMPLETIONS, LONG_S, complete, refused, stream
 
 from gates import Gate
+from kvarve.core.effects import Refusal
 from kvarve.keys import KEY_BYTES, group_name, root_key
 from kvarve.server import live
 from kvarve.server.live import FILES, HOTTEST, SAMPLES, Live
 from kvarve.server.recent import ENDED, OPEN
+from kvarve.server.remote import describe
 from kvarve.server.serve import Server
+from kvarve.storage import FileStorage, StorageUsage
 
 ID = "x-request-id"
 
@@ -41,6 +44,27 @@ def of(found: dict[str, Any], id: str) -> dict[str, Any] | None:
 def watched(server: Server) -> Iterator[Live]:
     """The shared server's numbers, whose every answer is new."""
     yield Live(server.engine, "singer", tokenizing=lambda: 0, rejected=dict)
+
+
+def test_what_a_storage_has_lost_and_why_it_takes_nothing_is_on_the_page_in_the_metrics_and_the_status(
+    server: Server, client: httpx.Client, watched: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = StorageUsage(1, 2, 3, 4, lost=284, damaged=5, room_bytes=0, read_only=True)
+    monkeypatch.setattr(FileStorage, "usage", lambda storage: told)
+    for why, words in ((Refusal.FULL, "has no room"), (Refusal.READ_ONLY, "can only be read")):
+        monkeypatch.setattr(server.engine.cache.scheduler.core.backups, "refused", why)
+        watched.sample()
+        watched._countdown = 0
+        found = watched.told()
+        assert any(words in each for each in found["trouble"]), found["trouble"]
+        assert f'kvarve_stores_refused{{reason="{why.name.lower()}"}} 1.0' in client.get("/metrics").text
+    assert sum("284" in each or "could not read: 5" in each for each in found["trouble"]) == 2
+    assert (found["storage"]["read_only"], found["storage"]["room_bytes"]) == (True, 0)
+    text = client.get("/metrics").text
+    for line in ("lost_objects_total", "damaged_objects_total", "room_bytes", "read_only"):
+        assert f'kvarve_storage_{line}{{storage="0"}} ' in text
+    status = describe(server.engine.admin.status())
+    assert "nothing: it is only read" in status and "284 objects lost, 5 that could not be read" in status
 
 
 def test_a_request_is_listed_with_its_tokens_by_tier_and_the_reason_of_each(

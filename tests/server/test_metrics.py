@@ -29,6 +29,8 @@ CACHE = dict.fromkeys(
         "dropped_down",
         "dropped_evicted",
         "dropped_unpaying",
+        "dropped_full",
+        "dropped_read_only",
         "stored_bytes",
         "used_bytes",
         "used_tokens",
@@ -37,6 +39,7 @@ CACHE = dict.fromkeys(
         "offload_paused",
         "offload_used_share",
         "stores_backing_off",
+        "stores_refused",
         "lane_stuck_s.host-to-storage",
         "memory_bytes.device",
         "memory_bytes.host",
@@ -106,6 +109,23 @@ def test_compression_is_counted_by_pool() -> None:
     assert 'kvarve_compress_plain_bytes_total{pool="window-24"} 100.0' in text
     assert 'kvarve_compress_stored_bytes_total{pool="window-24"} 70.0' in text
     assert 'kvarve_compress_on{pool="window-24"} 1.0' in text
+
+
+def test_what_storages_have_lost_and_have_room_for_is_told_of_each_that_tells() -> None:
+    told = {"storage_lost.0": 284, "storage_lost.1": 0, "storage_damaged.0": 1, "storage_room.0": 0}
+    snapshot = replace(a_snapshot(None), cache=CACHE | told | {"storage_only_read.1": True, "stores_refused": 1})
+    text = Metrics(lambda: snapshot).text().decode()
+    for line in (
+        'kvarve_storage_lost_objects_total{storage="0"} 284.0',
+        'kvarve_storage_lost_objects_total{storage="1"} 0.0',
+        'kvarve_storage_damaged_objects_total{storage="0"} 1.0',
+        'kvarve_storage_room_bytes{storage="0"} 0.0',
+        'kvarve_storage_read_only{storage="1"} 1.0',
+        'kvarve_stores_refused{reason="full"} 1.0',
+        'kvarve_stores_refused{reason="read_only"} 0.0',
+        'kvarve_dropped_backup_pages_total{reason="full"} 1.0',
+    ):
+        assert f"{line}\n" in text
 
 
 def test_without_a_storage_nothing_is_said_of_one() -> None:

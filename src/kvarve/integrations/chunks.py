@@ -28,14 +28,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvarve.core.copies import FETCH, PROBE, STORE
-from kvarve.core.effects import Ended
+from kvarve.core.effects import Ended, Refusal
 from kvarve.errors import ConfigError, StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, KEY_BYTES, Stamp
 from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.storage import Breaker, StorageUsage, Tiers
 from kvarve.transfer.lanes import TOGETHER, Ends, Outcome
-from kvarve.transfer.storage_connection import StorageConnection
+from kvarve.transfer.storage_connection import StorageConnection, refusal
 
 log = logging.getLogger(__name__)
 
@@ -434,11 +434,13 @@ class ChunkStore:
                         names.append(name)
                         pieces.append((header, data))
                         headers = headers[BLOCK_BYTES:]
-            stored = iter(self._storage.put_pieces(names, pieces))
+            answers = self._storage.put_pieces(names, pieces)
+            read_only = not all(answers) and refusal(self._storage) is Refusal.READ_ONLY
+            stored = iter(answers)
             doubtful = list[str]()
             for batch in begun:
                 good = sum(next(stored) << i for i in range(len(batch.keys)))
-                reasons = Counter({"no space": len(batch.keys) - good.bit_count()})
+                reasons = Counter({"read only" if read_only else "no space": len(batch.keys) - good.bit_count()})
                 if not batch.ends(good, reasons):  # its rows may have got other bytes before they were written
                     doubtful += [self._named(key)[2] for key in batch.keys]
             self._delete(doubtful)

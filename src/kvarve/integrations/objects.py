@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Generic, TypeVar
@@ -27,7 +28,7 @@ from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes, whole
 from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.regions import HostRegion
-from kvarve.storage import Breaker, Storage, Tiers
+from kvarve.storage import Breaker, Storage, StorageUsage, Tiers
 from kvarve.storage.urls import open_storage
 from kvarve.transfer.compression import compressing
 
@@ -131,8 +132,8 @@ class Objects:
     """The objects of one label in one storage, which it owns; used by several threads.
 
     `counts`, by object: loaded, stored, already there; gone (told to exist, and not read), damaged (a record that is
-    truncated, corrupt or another's: it is deleted, and missing from then on), no space; late, failed, down, busy and
-    closed name why the storage was not asked or did not answer in time.
+    truncated, corrupt or another's: it is deleted, and missing from then on), no space, read only; late, failed, down,
+    busy and closed name why the storage was not asked or did not answer in time.
     """
 
     def __init__(
@@ -156,6 +157,8 @@ class Objects:
         self._damaged: OrderedDict[str, None] = OrderedDict()  # not deleted yet, as far as known
         self._rates: dict[str, list[Rate]] = {"load": [], "store": []}
         self._closed = False
+        self._usage = StorageUsage()
+        self._asking: BackgroundCall[StorageUsage] | None = None
         self._storage: Breaker | Tiers | None = None
         opening = BackgroundCall("kvarve opens a storage", opened)
         try:
@@ -168,6 +171,19 @@ class Objects:
         """Whether the storage is open and answers."""
         storage = self._storage
         return storage is not None and not self._closed and storage.up
+
+    def usage(self) -> StorageUsage:
+        """The storage's, as it last answered; it is asked again, and not waited for."""
+        storage = self._storage
+        with self._lock:
+            if self._asking is not None and self._asking.future.done():
+                if self._asking.future.exception() is None:
+                    self._usage = self._asking.future.result()
+                self._asking = None
+            if self._asking is None and storage is not None and not self._closed:
+                with suppress(StorageError):  # no more threads
+                    self._asking = BackgroundCall("kvarve usage", storage.usage)
+            return self._usage
 
     @property
     def last_error(self) -> str:
@@ -375,7 +391,8 @@ class Objects:
         for i, done in zip(numbers, answer, strict=True):
             stored[i] = done
         if refused := answer.count(False):
-            self._count("no space" if self.up else "down", refused)
+            why = "read only" if self._usage.read_only else "no space"
+            self._count(why if self.up else "down", refused)
         return True
 
     def _retire(self, names: Sequence[str], end: float) -> None:

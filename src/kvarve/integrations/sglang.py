@@ -321,16 +321,29 @@ class _Metrics:
                 Count("kvarve_hicache_objects", "Objects of kvarve's storage, by what happened to them", labels),
                 Count("kvarve_hicache_bytes", "Bytes of pages loaded from and stored in kvarve's storage", labels),
                 Gauge("kvarve_hicache_storage_up", "Whether kvarve's storage answers", ["tp_rank"]),
+                {
+                    field: Gauge(f"kvarve_hicache_storage_{name}", meaning, ["tp_rank"])
+                    for name, field, meaning in (
+                        ("lost_objects", "lost", "Objects that kvarve's storage has lost since it was attached"),
+                        ("damaged_objects", "damaged", "Objects that kvarve's storage could not read since then"),
+                        ("room_bytes", "room_bytes", "Bytes that the medium of kvarve's storage has left for it"),
+                        ("read_only", "read_only", "Whether kvarve's storage can only be read"),
+                    )
+                },
             )
         self._rank = str(tp_rank)
         self._before: Counter[str] = Counter()
 
     def update(self, objects: Objects) -> None:
         assert _Metrics._made is not None
-        by_object, by_byte, up = _Metrics._made
+        by_object, by_byte, up, levels = _Metrics._made
         now = Counter(objects.counts)
         for what, count in (now - self._before).items():
             counter = by_byte if what.endswith(" bytes") else by_object
             counter.labels(what.removesuffix(" bytes"), self._rank).inc(count)
         self._before = now
         up.labels(self._rank).set(objects.up)
+        usage = objects.usage()
+        for field, gauge in levels.items():
+            if (value := getattr(usage, field)) is not None:
+                gauge.labels(self._rank).set(value)

@@ -492,6 +492,8 @@ COUNTERS = {
     "bad_storage": "Pages that failed their check when read from storage.",
     "bad_host": "Pages that failed their check when read from the host.",
     "failed": "Pages whose copy failed.",
+    "dropped_full": "Pages that left memory unstored, as storage had no room.",
+    "dropped_read_only": "Pages that left memory unstored, as storage could only be read.",
     "uncached": "Pages that were not kept, as no slot was free.",
 }
 

@@ -48,7 +48,17 @@ log = logging.getLogger(__name__)
 
 RESULTS = {Found.THERE: LookupResult.HIT, Found.ABSENT: LookupResult.MISS, Found.LATER: LookupResult.RETRY}
 CHUNKS = "vllm:kvarve_tier_chunks"  # labels: operation, result
-UP, OBJECTS, BYTES, CAPACITY = (f"vllm:kvarve_tier_{it}" for it in ("up", "objects", "used_bytes", "capacity_bytes"))
+UP = "vllm:kvarve_tier_up"
+# Of a storage's usage: the gauge, the field, its meaning.
+LEVELS = (
+    ("objects", "objects", "Objects in the (nearest) storage, as it last answered."),
+    ("used_bytes", "bytes", "Bytes of these objects."),
+    ("capacity_bytes", "capacity_bytes", "Capacity of the (nearest) storage in bytes, where it tells."),
+    ("room_bytes", "room_bytes", "Bytes that its medium has left for it."),
+    ("read_only", "read_only", "Whether storages can only be read, or are only to be read (1), so nothing is stored."),
+    ("lost_objects", "lost", "Objects that storages have lost since they were opened: what says where is damaged."),
+    ("damaged_objects", "damaged", "Objects of storages whose bytes could not be read since they were opened."),
+)
 CLOSE_S = 5.0
 
 
@@ -174,9 +184,7 @@ class KvarveTier(SecondaryTierManager):
         return {
             CHUNKS: OffloadingCounterMetadata(told, ("operation", "result")),
             UP: gauge("Whether calls reach kvarve's storage (1), or are misses at once (0)."),
-            OBJECTS: gauge("Objects in the (nearest) storage, as it last answered."),
-            BYTES: gauge("Bytes of these objects."),
-            CAPACITY: gauge("Capacity of the (nearest) storage in bytes, where it tells."),
+            **{f"vllm:kvarve_tier_{name}": gauge(meaning) for name, _, meaning in LEVELS},
         }
 
     def get_stats(self) -> OffloadingConnectorStats:
@@ -191,8 +199,10 @@ class KvarveTier(SecondaryTierManager):
         stats.set_gauge(UP, int(self._storage.up))
         usage = self.chunks.usage
         if usage is not None:
-            for gauge, told in ((OBJECTS, usage.objects), (BYTES, usage.bytes), (CAPACITY, usage.capacity_bytes)):
-                stats.set_gauge(gauge, told or 0)
+            for name, field, _ in LEVELS:
+                value = getattr(usage, field)
+                if value is not None or field != "room_bytes":  # 0 would be a full disk
+                    stats.set_gauge(f"vllm:kvarve_tier_{name}", int(value or 0))
         return stats
 
 

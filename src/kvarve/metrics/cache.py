@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from kvarve.core.effects import Refusal
 from kvarve.metrics.families import by, counter, gauge, histogram, histograms
 from kvarve.metrics.snapshot import Snapshot
 from kvarve.storage.base import StorageUsage
@@ -47,6 +48,7 @@ def families(now: Snapshot) -> Iterator[Metric]:
     yield from _lanes(now)
     yield from _times(now)
     yield from _breaker(now)
+    yield from _each(now)
     if now.storage_up is not None:
         yield gauge("kvarve_storage_up", "1 while storage answers, 0 while it is down.", now.storage_up)
     if now.storage is not None:
@@ -74,10 +76,11 @@ def _memory(now: Snapshot) -> Iterator[Metric]:
     yield by("kvarve_evicted_pages", "Pages evicted to free slots, or flushed.", place, now.under("evicted."))
     tokens = {tier: now.tokens(now.under(f"evicted.{tier}.")) for tier in now.tiers}
     yield by("kvarve_evicted_tokens", "Tokens whose pages of attention were evicted.", ("tier",), tokens)
-    dropped = {reason: stats[f"dropped_{reason}"] for reason in ("failed", "evicted", "down")}
+    reasons = ("failed", "evicted", "down", "full", "read_only")
+    dropped = {reason: stats[f"dropped_{reason}"] for reason in reasons}
     help_text = (
         "Pages that left memory without having been stored: their stores failed too often, or were still pending, or "
-        "the storage was down."
+        "the storage was down, had no room, or could only be read."
     )
     yield by("kvarve_dropped_backup_pages", help_text, ("reason",), dropped)
     help_text = "1 while only a sample and pages used twice are stored, since storing does not pay."
@@ -86,6 +89,9 @@ def _memory(now: Snapshot) -> Iterator[Metric]:
     yield gauge("kvarve_offload_used_ratio", help_text, stats["offload_used_share"])
     help_text = "1 while stores back off, since storage has failed."
     yield gauge("kvarve_stores_backing_off", help_text, stats["stores_backing_off"])
+    refused = {why.name.lower(): float(stats["stores_refused"] == why) for why in Refusal if why}
+    help_text = "1 while storage answers and takes no pages, by why: it is full, or can only be read."
+    yield by("kvarve_stores_refused", help_text, ("reason",), refused, level=True)
     bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
     yield by("kvarve_bad_pages", "Pages that failed their check when read, by their tier.", ("tier",), bad)
     edge = ("source", "target")
@@ -162,6 +168,24 @@ def _breaker(now: Snapshot) -> Iterator[Metric]:
     )
     for name, metric, help_text, level in told:
         yield by(metric, help_text, ("storage",), now.under(f"breaker_{name}."), level)
+
+
+def _each(now: Snapshot) -> Iterator[Metric]:
+    """One series for each storage that tells, nearest first, as of its last answer."""
+    told = (
+        (
+            "lost",
+            "lost_objects",
+            "Objects that a storage has lost: what says where they are is damaged or gone.",
+            False,
+        ),
+        ("damaged", "damaged_objects", "Objects of a storage whose bytes could not be read.", False),
+        ("room", "room_bytes", "Bytes that the medium of a storage has left for it.", True),
+        ("only_read", "read_only", "1 while a storage can only be read, or is only to be read.", True),
+    )
+    for name, metric, help_text, level in told:
+        if values := now.under(f"storage_{name}."):
+            yield by(f"kvarve_storage_{metric}", help_text, ("storage",), values, level)
 
 
 def _storage(usage: StorageUsage) -> Iterator[Metric]:

@@ -23,6 +23,7 @@ from fastapi.responses import Response
 from kvarve import __version__
 from kvarve.background import BackgroundCall
 from kvarve.core.cache import Hottest
+from kvarve.core.effects import Refusal
 from kvarve.core.extents import Cut
 from kvarve.core.reasons import HITS, Reason
 from kvarve.engine.engine import Engine
@@ -41,6 +42,10 @@ STORAGE_EVERY = 5  # samples; a storage may be slow to say what it holds
 HOTTEST = 20
 ASK_S, ASKED_S = 0.2, 600.0  # how long the engine's thread is waited for, and when the question is given up
 SLOW_S = 5.0  # from then on a call, or an engine that does not answer, is trouble
+REFUSALS = {
+    Refusal.FULL: "storage has no room: nothing is stored",
+    Refusal.READ_ONLY: "storage can only be read: nothing is stored",
+}
 KEY_DIGITS = 16  # of a page's key, which is how `kvarve storage ls` begins to name it
 
 # The files of the page, and their media types.
@@ -206,8 +211,18 @@ class Live:
 
     def _of_storage(self) -> dict[str, Any]:
         status = self._engine.admin.status()
-        names = ("attached", "up", "for_s", "last_error", "bytes", "capacity_bytes", "objects")
-        return {name: status.get(name) for name in names}
+        names = (
+            "attached",
+            "up",
+            "for_s",
+            "last_error",
+            "bytes",
+            "capacity_bytes",
+            "objects",
+            "room_bytes",
+            "read_only",
+        )
+        return {name: status.get(name) for name in (*names, "lost_objects", "damaged_objects")}
 
     # --- parts of the answer
 
@@ -286,8 +301,14 @@ class Live:
             found.append(f"the engine has not answered for {silent_s:.0f} s: one step takes so long, or it hangs")
         if self._cache.attached is not None and not self._cache.up:
             found.append("storage does not answer: requests go on without it")
+        elif stats["stores_refused"]:
+            found.append(REFUSALS[Refusal(int(stats["stores_refused"]))])
         elif stats["stores_backing_off"]:
             found.append("stores back off, since storage has failed")
+        if lost := self._storage.get("lost_objects"):
+            found.append(f"objects that storage has lost, as its files are damaged or gone: {lost}")
+        if damaged := self._storage.get("damaged_objects"):
+            found.append(f"objects that storage could not read: {damaged}")
         if stats["offload_paused"]:
             found.append("storing is paused, since too little of what is stored is used")
         for name, stuck_s in _under("lane_stuck_s.", stats).items():

@@ -49,6 +49,15 @@ def describe(status: dict[str, Any]) -> str:
         if status["bytes"] is not None:
             most = "" if status["capacity_bytes"] is None else f" of {format_size(status['capacity_bytes'])}"
             lines.append(("holds", f"{status['objects']} objects, {format_size(status['bytes'])}{most}"))
+        if status["read_only"]:
+            lines.append(("stores", "nothing: it is only read"))
+        elif status["room_bytes"] is not None:
+            lines.append(("room", f"{format_size(status['room_bytes'])} of the disk are left for it"))
+        if status["lost_objects"] or status["damaged_objects"]:
+            lost = (
+                f"{status['lost_objects'] or 0} objects lost, {status['damaged_objects'] or 0} that could not be read"
+            )
+            lines.append(("trouble", lost))
         lines += [(f"compressed {pool}", _compressed(total)) for pool, total in status["compressed"].items()]
         lines.append(("pages", _counts(status["pages"])))
         lines += [(name, _counts(lane)) for name, lane in status["lanes"].items()]

@@ -503,7 +503,11 @@ def check_settings(settings: Settings) -> None:
 def _held(usage: StorageUsage) -> str:
     """What a storage holds, as far as it tells."""
     objects = f", {usage.objects} objects" if usage.objects is not None else ""
-    return objects + (f", {format_size(usage.bytes)}" if usage.bytes is not None else "")
+    return (
+        (", only read" if usage.read_only else "")
+        + objects
+        + (f", {format_size(usage.bytes)}" if usage.bytes is not None else "")
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

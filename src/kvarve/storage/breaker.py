@@ -180,6 +180,12 @@ class Breaker(Storage):
             self._usage = usage or self._usage
             return self._usage
 
+    @property
+    def known(self) -> StorageUsage:
+        """The usage as the storage last told it: nothing is asked."""
+        with self._lock:
+            return self._usage
+
     def register(self, region: HostRegion) -> None:
         self.inner.register(region)
 

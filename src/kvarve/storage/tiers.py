@@ -345,9 +345,21 @@ class Tiers(Storage):
         return max(counts)
 
     def usage(self) -> StorageUsage:
-        """Of the first tier, as the others hold partly the same objects; `parts` has all."""
+        """Of the first tier, as the others hold partly the same objects; `parts` has all. What is lost and damaged is
+        that of all, and of the others as of the previous call; `read_only` if all are."""
         self._check_open()
-        return self._replicators[0].tier.usage()
+        first = self._replicators[0].tier.usage()
+        with self._lock:
+            for replicator in self._replicators[1:]:
+                replicator.ask_usage = True
+            self._moved.notify_all()
+            all_ = [first, *(replicator.usage for replicator in self._replicators[1:])]
+        return replace(
+            first,
+            lost=_total([each.lost for each in all_]),
+            damaged=_total([each.damaged for each in all_]),
+            read_only=all(each.read_only for each in all_) if first.read_only else first.read_only,
+        )
 
     def register(self, region: HostRegion) -> None:
         for replicator in self._replicators:
@@ -596,6 +608,12 @@ class Tiers(Storage):
                 log.exception("a bug in a tier")
             with self._lock:
                 replicator.deleted_in_flight.difference_update(deleted_in_flight)
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """None if no storage tells."""
+    told = [count for count in counts if count is not None]
+    return sum(told) if told else None
 
 
 @contextmanager

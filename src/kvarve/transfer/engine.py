@@ -23,11 +23,11 @@ from kvarve.memory.fingerprints import Fingerprints, fingerprint
 from kvarve.memory.host_memory import zeros
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import Tier
-from kvarve.storage import Breaker, Storage, Tiers
+from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
 from kvarve.transfer.flows import LANES, Flow
 from kvarve.transfer.lanes import Ends, Lane, Outcome
-from kvarve.transfer.storage_connection import StorageConnection
+from kvarve.transfer.storage_connection import StorageConnection, refusal
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class TransferEngine:
         kept = [page for (good, _), (_, copy) in zip(outcomes, sent, strict=True) for page in _chosen(copy.pages, good)]
         written = [page for page in kept if self._host[page.pool].parts.writes(page.key)]
         self.flows[STORE].moved(time.perf_counter() - began, kept, written)
-        refused = Refusal.NONE if all(stored) else _refusal(storage)
+        refused = Refusal.NONE if all(stored) else refusal(storage)
         return [(good, bad, refused) for good, bad in outcomes]
 
     def _new(
@@ -336,17 +336,6 @@ class TransferEngine:
 
     def _intact(self, page: Page) -> bool:
         return self._host[page.pool].intact(page.source, page.key)
-
-
-def _refusal(storage: Storage) -> Refusal:
-    """Why a storage has not stored what was put."""
-    try:
-        usage = storage.usage()
-    except StorageError:
-        return Refusal.NONE
-    if isinstance(storage, Breaker | Tiers) and not storage.up:
-        return Refusal.NONE
-    return Refusal.READ_ONLY if usage.read_only else Refusal.FULL
 
 
 def _edge(source: Tier, target: Tier) -> tuple[str, str]:

@@ -13,8 +13,9 @@ from math import inf
 
 from kvarve.background import Abandoned, BackgroundCall
 from kvarve.core.copies import FETCH, PROBE, STORE, Edge
+from kvarve.core.effects import Refusal
 from kvarve.errors import StorageError
-from kvarve.storage import Storage, StorageUsage
+from kvarve.storage import Breaker, Storage, StorageUsage, Tiers
 from kvarve.transfer.flows import LANES
 from kvarve.transfer.lanes import Ends, Lane
 
@@ -107,3 +108,14 @@ class StorageConnection:
             log.warning("a storage that was detached could not be closed: %s", e)
         except Exception:  # of any backend: no caller waits for it
             log.exception("a bug in a storage's close")
+
+
+def refusal(storage: Storage) -> Refusal:
+    """Why a storage has not stored what was put."""
+    try:
+        usage = storage.usage()
+    except StorageError:
+        return Refusal.NONE
+    if isinstance(storage, Breaker | Tiers) and not storage.up:
+        return Refusal.NONE
+    return Refusal.READ_ONLY if usage.read_only else Refusal.FULL

@@ -143,7 +143,8 @@ function tiers(data) {
   if (storage.attached) {
     const most = storage.capacity_bytes === null ? "" : ` of ${bytes(storage.capacity_bytes)}`;
     const trouble = storage.last_error ? ` · last trouble: ${storage.last_error}` : "";
-    const text = `${bytes(storage.bytes)}${most} · ${count(storage.objects)} objects · ${storage.up ? "up" : "down"} for ${seconds(storage.for_s)}${trouble}`;
+    const reads = storage.read_only ? "only read · " : "";
+    const text = `${reads}${bytes(storage.bytes)}${most} · ${count(storage.objects)} objects · ${storage.up ? "up" : "down"} for ${seconds(storage.for_s)}${trouble}`;
     const past = data.history.bytes.storage ?? [];
     rows.push(tier("storage", storage.capacity_bytes ?? Math.max(1, ...past), [storage.bytes ?? 0], text, past));
   }

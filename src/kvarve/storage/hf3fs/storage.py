@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from kvarve.background import BackgroundCall
@@ -111,7 +112,12 @@ class Hf3fsStorage(Storage):
 
     def usage(self) -> StorageUsage:
         with self._call():
-            return self._metadata.usage()
+            usage, room_bytes = self._metadata.usage(), None
+            with suppress(OSError):
+                room_bytes = self._disk.space(self._folder.root)[0]
+        with self._lock:
+            lost, damaged = self.counts["lost"], self.counts["torn"] + self.counts["unreadable"]
+        return replace(usage, lost=lost, damaged=damaged, room_bytes=room_bytes)
 
     def register(self, region: HostRegion) -> None:
         self._engine.register(region)
@@ -371,6 +377,7 @@ class Hf3fsStorage(Storage):
             if self._rebuilds < _REBUILDS or len(unreadable) == len(extents):
                 raise StorageError(f"{self._path}: the metadata has lost its objects, and {why}") from why
             log.warning("%s: what is in %s is lost: %s", self._path, file_name(extent), why)
+            self._count("lost", sum(1 for _ in slots_of(extent, extents[extent])))
         self._metadata.rebuilt(builder)
         self._count("found again", adopted)
         log.warning("%s: the metadata had lost its objects: %d were found again", self._path, adopted)

@@ -11,7 +11,7 @@ import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvarve.errors import StorageError
 from kvarve.regions import HostRegion
@@ -204,7 +204,7 @@ class MooncakeStorage(Storage):
         if figures is not None:
             names = ("key_count", "allocated_bytes", "total_capacity_bytes", "evicted_key_count")
             self._usage = StorageUsage(*(int(figures.get(f"master_{name}", 0)) for name in names))
-        return self._usage
+        return replace(self._usage, damaged=self.counts["unreadable"])
 
     def close(self) -> None:
         self._client.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvarve.errors import StorageError
+from kvarve.storage.base import Damaged
 
 STORE_FILE = "store"
 _FIRST = "kvarve hf3fs 1"
@@ -29,18 +30,18 @@ def this_machine() -> str:
 
 
 def identify(folder: Path, keeper: str) -> Identity:
-    """The store in a folder, which is made if it is empty. StorageError: the folder cannot be used, or another service
-    keeps the metadata of what is in it: two would give the same room twice."""
+    """The store in a folder, which is made if it is empty. Damaged: what it says cannot be read. StorageError: another
+    service keeps the metadata of what is in it: two would give the same room twice."""
     try:
         told, empty = _read(folder), False
         if told is None:
             empty = not any(folder.glob("slots-*"))
             told = _make(folder, keeper)
     except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"{folder / STORE_FILE}: {error}") from error
+        raise Damaged(f"{folder / STORE_FILE}: {error}") from error
     lines = told.splitlines()
     if len(lines) != 3 or lines[0] != _FIRST:
-        raise StorageError(f"{folder / STORE_FILE}: not written by kvarve: give an empty folder")
+        raise Damaged(f"{folder / STORE_FILE} is damaged, or not written by kvarve: give an empty folder")
     if lines[2] != keeper:
         raise StorageError(
             f"{folder}: its metadata is kept by {lines[2]}, not by {keeper}: several machines that share a store name"
