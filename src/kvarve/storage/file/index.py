@@ -404,9 +404,14 @@ class Index:
             self.evicted += 1
         else:
             slab.state[row] = RESERVED
-            if slab.generation[row] and not slab.told[row]:  # as in `reserve`
-                self._dirty[slab].add(row)
+            self._tell_again(slab, [row])
         return True
+
+    def _tell_again(self, slab: Slab, rows: Iterable[int]) -> None:
+        """Free rows that are to be filled, and have had an object before, are told again to be free, unless this
+        process has told that."""
+        if untold := [row for row in rows if slab.generation[row] and not slab.told[row]]:
+            self._dirty[slab].update(untold)
 
     def move(self, source: RowAddress, target: RowAddress) -> None:
         """A claimed row has been filled with an object of another slab, which is about to be removed: the object lies
@@ -546,8 +551,7 @@ class Index:
                     raise
                 slab.state[seized] = RESERVED
                 if seized:
-                    if untold := [row for row in seized if slab.generation[row] and not slab.told[row]]:
-                        self._dirty[slab].update(untold)
+                    self._tell_again(slab, seized)
                     if busy or len(seized) < len(rows):  # another process has the others for now
                         slab.move_on()
                     return [(slab, row) for row in sorted(seized)]
