@@ -90,7 +90,7 @@ def _memory(now: Snapshot) -> Iterator[Metric]:
     help_text = "1 while stores back off, since storage has failed."
     yield gauge("kvarve_stores_backing_off", help_text, stats["stores_backing_off"])
     refused = {why.name.lower(): float(stats["stores_refused"] == why) for why in Refusal if why}
-    help_text = "1 while storage answers and takes no pages, by why: it is full, or can only be read."
+    help_text = "1 while storage took no pages of the last store, though it answers, by why: it is full, or only read."
     yield by("kvarve_stores_refused", help_text, ("reason",), refused, level=True)
     bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
     yield by("kvarve_bad_pages", "Pages that failed their check when read, by their tier.", ("tier",), bad)
