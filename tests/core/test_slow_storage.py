@@ -1,7 +1,6 @@
 """A storage that is slow, failing or down costs only its own hits, and gets what the policy wants in the end."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -161,8 +160,8 @@ def test_what_leaves_memory_while_storage_takes_nothing_is_counted_by_why_it_doe
     world = World(config=config(ATTENTION, STATE, host=64, storage=True))
     write(world, 1)
     for _ in range(2 * RETRY_BUDGET):
-        world.step([replace(world.end(op, lost=-1), refused=why) for op in stores(world)], later_s=MAX_BACK_OFF_S)
-    world.step([replace(world.end(op, lost=-1), refused=why) for op in stores(world)])
+        world.step([world.end(op, lost=-1, refused=why) for op in stores(world)], later_s=MAX_BACK_OFF_S)
+    world.step([world.end(op, lost=-1, refused=why) for op in stores(world)])
     world.flush(DEVICE, HOST)
     assert getattr(world.core.counters, f"dropped_{counter}") == 5 and world.core.counters.dropped_evicted == 0
     assert world.core.counters.given_up == 0, "no run of pages is at fault"

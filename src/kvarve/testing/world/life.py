@@ -8,7 +8,7 @@ there is none) does nothing.
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -234,10 +234,9 @@ def _step(world: World, later_s: float, ends: Sequence[Sequence[int]]) -> bool:
     for pick, lost, rotten, rank in ends:
         op = _one(pick, [*world.flying])
         if op is not None:
-            effect = world.flying[op]
-            end = world.end(op, lost, rotten, rank % len(world.cores) if rank >= 0 else -1)
-            stores = isinstance(effect, Copy) and effect.target is Tier.STORAGE
-            ended.append(replace(end, refused=Refusal(max(0, op % 8 - 5))) if stores and lost else end)
+            effect, where = world.flying[op], rank % len(world.cores) if rank >= 0 else -1
+            stores = lost and isinstance(effect, Copy) and effect.target is Tier.STORAGE
+            ended.append(world.end(op, lost, rotten, where, Refusal(max(0, op % 8 - 5)) if stores else Refusal.NONE))
     world.step(ended, later_s)
     return True
 

@@ -9,7 +9,7 @@ from math import inf
 
 from kvarve.boundaries import union
 from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, Moving, Op
-from kvarve.core.effects import Began, Copy, Ended, Event, Outcome, Transfer, Verified, agreed
+from kvarve.core.effects import Began, Copy, Ended, Event, Outcome, Refusal, Transfer, Verified, agreed
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.tree import covering, walk
@@ -289,10 +289,11 @@ class World(Shadow):
 
     # --- lanes and storage
 
-    def end(self, op: int, lost: int = 0, rotten: int = 0, rank: int = -1) -> Ended:
+    def end(self, op: int, lost: int = 0, rotten: int = 0, rank: int = -1, refused: Refusal = Refusal.NONE) -> Ended:
         """Perform one effect on all ranks that have not done so, and agree on the outcome.
 
         Bit i of `lost`: page i does not arrive; of `rotten`: its source is corrupted; on one rank, or on all.
+        `refused`: why a storage did not take what is lost.
         """
         if op in self.verified:
             return self._copied(op, self.flying.pop(op))
@@ -301,7 +302,8 @@ class World(Shadow):
                 self.carry(op, each, lost if rank in (-1, each) else 0, rotten if rank in (-1, each) else 0)
         effect = self.flying.pop(op)
         del self._stores[op]
-        end = self._told([Ended(op, *director) for director in self._carried.pop(op) if director is not None])
+        ends = [Ended(op, *director, refused) for director in self._carried.pop(op) if director is not None]
+        end = self._told(ends)
         self.seen["torn"] += isinstance(effect, Copy) and end.good not in (0, (1 << len(effect.pages)) - 1)
         return end
 
