@@ -140,7 +140,7 @@ class Folder:
 
     def marker(self) -> File:
         """The file that makes the folder a store. OSError."""
-        return self._open(_MARKER, create=False)
+        return self._open(MARKER, create=False)
 
     def _open(self, name: str, create: bool) -> File:
         disk, root, closing = self.disk, self.root, self._closing
