@@ -444,7 +444,8 @@ class CacheScheduler:
         return self.core.slot_pools.ages
 
     def stats(self) -> dict[str, float]:
-        """Counters, levels and sizes by name; a lookback of 0 stands for all pages."""
+        """Counters, levels and sizes by name; a lookback of 0 stands for all pages. Where pools share a tier, `slots`
+        are what a pool has of it now, and `most` what it can have."""
         stats: dict[str, float] = asdict(self.core.counters)
         for pool in self.pools:
             stats[f"page_bytes.{pool.name}"] = pool.payload_bytes
@@ -455,11 +456,15 @@ class CacheScheduler:
             stats[f"slots.{name}"] = slot_pools.committed(number)
             stats[f"used.{name}"] = slot_pools.committed(number) - len(slot_pools.free[number])
             stats[f"evicted.{name}"] = slot_pools.evicted[number]
+            stats[f"most.{name}"] = slot_pools.capacity[number]
             stats[f"pinned.{name}"] = self._pinned[number]
         for tier, extents in zip(slot_pools.memory, slot_pools.extents, strict=True):
-            own = [pool.payload_bytes * stats[f"slots.{tier.name.lower()}.{pool.name}"] for pool in self.pools]
-            cut = None if extents is None else extents.cut
-            stats[f"memory_bytes.{tier.name.lower()}"] = sum(own) if cut is None else cut.count * cut.nbytes
+            cut, name, whole = None if extents is None else extents.cut, tier.name.lower(), 0
+            for at, pool in enumerate(self.pools):
+                size = pool.payload_bytes if cut is None else cut.nbytes // cut.per[at]
+                stats[f"slot_bytes.{name}.{pool.name}"] = size
+                whole += size * int(stats[f"most.{name}.{pool.name}"])
+            stats[f"memory_bytes.{name}"] = whole if cut is None else cut.count * cut.nbytes
         stats["page_tokens"] = self.identity.page_tokens
         stats["offload_paused"] = self.core.governor.paused
         stats["offload_used_share"] = self.core.governor.used_share

@@ -142,6 +142,14 @@ def test_cold_and_engine_cached_prompts_are_as_without_kvarve(first: VllmProcess
     assert same(cold, alone.cold) and same(device, alone.device)
 
 
+def test_a_few_pages_in_the_host_are_a_small_share_of_it(first: VllmProcess) -> None:
+    if first.seam != "connector":
+        pytest.skip("vLLM's own host memory, and its gauge")
+    first.ask(LONG)
+    usage = [value for name, value in first.call("metrics").items() if name.startswith("vllm:kvarve_host_usage ")]
+    assert 0 < sum(usage) < 0.5, "a group that owns few slots fills them, and not the host"
+
+
 def test_a_prompt_that_the_engine_forgot_comes_back_from_the_host(first: VllmProcess, alone: Alone) -> None:
     first.call("reset")
     found = first.ask(LONG)

@@ -56,7 +56,11 @@ VLLM = {
     "kv_offload_tiering_promotion_job_failures_total": ("tier=1:fs",),
     "kv_offload_tiering_cascade_job_failures_total": ("tier=1:fs",),
 }
-CONSTANT = {"cache_config_info": "it says how the cache is divided, once and for all"}
+CONSTANT = {
+    "vllm:cache_config_info": "it says how the cache is divided, once and for all",
+    "sglang:hicache_host_total_tokens": "the whole of which some are used",
+    "sglang:hicache_host_mamba_total_states": "the whole of which some are used",
+}
 
 SGLANG = {
     "num_running_reqs": (),
@@ -73,9 +77,7 @@ SGLANG = {
     "evicted_tokens_total": (),
     "load_back_tokens_total": (),
     "hicache_host_used_tokens": (),
-    "hicache_host_total_tokens": (),
     "hicache_host_mamba_used_states": (),
-    "hicache_host_mamba_total_states": (),
     "hicache_backup_tokens_total": (),
     "hicache_backup_bytes_total": (),
     "prefetched_tokens_total": (),

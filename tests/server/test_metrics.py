@@ -44,6 +44,7 @@ CACHE = dict.fromkeys(
         "memory_bytes.device",
         "memory_bytes.host",
         "page_bytes.window-24",
+        "slot_bytes.device.window-24",
         "pinned.device.window-24",
         "lookback.window-24",
     ),

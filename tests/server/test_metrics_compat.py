@@ -187,7 +187,7 @@ def test_no_name_of_theirs_is_told_that_is_not_in_the_lists(life: Life) -> None:
     ends = ("_bucket", "_sum", "_count")
     told = {name for name in life.values if " " not in name and name.startswith(("vllm:", "sglang:"))}
     told -= {name for name in told if name.endswith(ends) and not name.endswith("_total")}
-    known = {f"vllm:{name}" for name in (*VLLM, *CONSTANT)} | {f"sglang:{name}" for name in SGLANG}
+    known = {f"vllm:{name}" for name in VLLM} | {f"sglang:{name}" for name in SGLANG} | CONSTANT.keys()
     assert told <= known
     assert not known & NONE_HERE.keys() and not life.values.keys() & NONE_HERE.keys()
     assert all(NONE_HERE.values()) and all(CONSTANT.values())
@@ -202,6 +202,18 @@ def test_their_samples_have_their_labels(life: Life) -> None:
     (facts, *_) = life.labels["vllm:cache_config_info"]
     assert facts["block_size"] == "16" and facts["enable_prefix_caching"] == "True"
     assert {each["status"] for each in life.labels["http_requests_total"]} >= {"2xx", "4xx"}
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_what_never_changes_is_one_series_of_one_value(life: Life, name: str) -> None:
+    assert len(life.values[name]) == 1 and all(each == life.labels[name][0] for each in life.labels[name])
+
+
+@pytest.mark.parametrize("what", ["%s_tokens", "mamba_%s_states"])
+def test_a_host_that_pools_share_is_not_full_after_the_first_prompt(life: Life, what: str) -> None:
+    """A dashboard divides what is used by the whole, which does not grow with it."""
+    used, total = (life.values[f"sglang:hicache_host_{what % part}"] for part in ("used", "total"))
+    assert 0 < max(used) < max(total)
 
 
 def test_prompts_have_the_same_tokens_under_all_names(life: Life) -> None:

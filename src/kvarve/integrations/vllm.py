@@ -232,6 +232,7 @@ class SchedulerSide:
         self._held: Counter[int] = Counter()  # references by block
         self._told: dict[str, float] = {}  # counters that have been given to vLLM
         self._explained: Counter[Reason] = Counter()  # the same of tokens by reason
+        self._levels: dict[str, float] = {}  # of the host, by group, as last given to vLLM
         self._adapters = Adapters()
 
     def start(self, ready: Ready) -> None:
@@ -301,13 +302,14 @@ class SchedulerSide:
         now = {name: found[name] for name in COUNTERS}
         counts = {name: value - self._told.get(name, 0) for name, value in now.items()}
         reasons = self.planner.reasons - self._explained
-        if not any(counts.values()) and not reasons:
-            return None
-        self._told, self._explained = now, self.planner.reasons.copy()
         levels = {
-            f"{group.name}": found[f"used.host.{group.name}"] / max(1, found[f"slots.host.{group.name}"])
+            group.name: found[f"used.{place}"] * found[f"slot_bytes.{place}"] / found["memory_bytes.host"]
             for group in self._groups
+            for place in [f"host.{group.name}"]
         }
+        if not any(counts.values()) and not reasons and levels == self._levels:
+            return None
+        self._told, self._explained, self._levels = now, self.planner.reasons.copy(), levels
         explained = {reason.value: tokens for reason, tokens in reasons.items()}
         return KvarveStats(data={"counts": counts, "reasons": explained, "usage": levels})
 
@@ -541,7 +543,7 @@ class KvarveMetrics(KVConnectorPromMetrics):
         )
         self._usage = self._gauge_cls(
             name="vllm:kvarve_host_usage",
-            documentation="Of the host's slots for a cache group, the share in use.",
+            documentation="Of the host's memory, the share that pages of a cache group take.",
             labelnames=[*labelnames, "group"],
             multiprocess_mode="mostrecent",
         )

@@ -200,9 +200,8 @@ class KvarveTier(SecondaryTierManager):
         usage = self.chunks.usage
         if usage is not None:
             for name, field, _ in LEVELS:
-                value = getattr(usage, field)
-                if value is not None or field != "room_bytes":  # 0 would be a full disk
-                    stats.set_gauge(f"vllm:kvarve_tier_{name}", int(value or 0))
+                if (value := getattr(usage, field)) is not None:  # 0 would be a full disk, or an unknown size
+                    stats.set_gauge(f"vllm:kvarve_tier_{name}", int(value))
         return stats
 
 

@@ -63,7 +63,8 @@ def _memory(now: Snapshot) -> Iterator[Metric]:
     yield by("kvarve_page_bytes", "Bytes of a page.", ("pool",), now.under("page_bytes."), level=True)
     help_text = "Pages before a boundary that a pool's layers still read; 0 stands for all."
     yield by("kvarve_page_lookback", help_text, ("pool",), now.under("lookback."), level=True)
-    yield by("kvarve_slots", "Slots for pages.", place, now.under("slots."), level=True)
+    help_text = "Slots for pages that a pool has now; of memory that pools share it gets more as it needs them."
+    yield by("kvarve_slots", help_text, place, now.under("slots."), level=True)
     yield by("kvarve_slots_used", "Slots that hold a page or are reserved for one.", place, now.under("used."), True)
     help_text = "Slots whose pages requests or copies need, so that they cannot be evicted; as of half a second ago."
     yield by("kvarve_slots_pinned", help_text, place, now.under("pinned."), True)

@@ -62,7 +62,7 @@ class Snapshot:
 
     def in_bytes(self, what: str, tier: str) -> dict[str, float]:
         """ "used" or "pinned" slots of a tier as bytes, by pool."""
-        size = self.under("page_bytes.")
+        size = self.under(f"slot_bytes.{tier}.")
         return {pool: count * size[pool] for pool, count in self.under(f"{what}.{tier}.").items()}
 
     def share(self, what: str, tier: str) -> float:

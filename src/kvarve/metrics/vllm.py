@@ -229,8 +229,8 @@ def families(now: Snapshot) -> Iterator[Metric]:
         "block_size": f"{now.cache['page_tokens']:.0f}",
         "cache_dtype": now.dtype,
         "enable_prefix_caching": "True",
-        "num_gpu_blocks": f"{now.cache.get(f'slots.device.{now.chain}', 0):.0f}",
-        "num_cpu_blocks": f"{now.cache.get(f'slots.host.{now.chain}', 0):.0f}",
+        "num_gpu_blocks": f"{now.cache.get(f'most.device.{now.chain}', 0):.0f}",
+        "num_cpu_blocks": f"{now.cache.get(f'most.host.{now.chain}', 0):.0f}",
     }
     info = Row("cache_config_info", GAUGE, lambda now: 1, "How the cache is divided.", constant=tuple(facts.items()))
     yield from told("vllm:", [info], now, labels)

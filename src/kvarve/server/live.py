@@ -24,7 +24,6 @@ from kvarve import __version__
 from kvarve.background import BackgroundCall
 from kvarve.core.cache import Hottest
 from kvarve.core.effects import Refusal
-from kvarve.core.extents import Cut
 from kvarve.core.reasons import HITS, Reason
 from kvarve.engine.engine import Engine
 from kvarve.errors import KvarveError
@@ -116,7 +115,7 @@ class Live:
         self._asked_s = 0.0
         self._fresh: tuple[float, bytes] | None = None  # until when it is, and what
         self._making: asyncio.Task[bytes] | None = None
-        self._capacity = _capacities(engine)
+        self._tiers = [tier for tier in MEMORY_TIERS if _size(tier, engine.cache.stats())]  # that can hold pages
         self._cache.watch()
         threading.Thread(target=self._sample_all, name="kvarve live", daemon=True).start()
 
@@ -163,7 +162,7 @@ class Live:
             "ttft_s": {"p50": p50, "p95": p95, "requests": count},
             "trouble": self._trouble(stats, now),
             "page_tokens": stats["page_tokens"],
-            "tiers": [self._tier(tier, stats) for tier in MEMORY_TIERS if tier in self._capacity],
+            "tiers": [self._tier(tier, stats) for tier in self._tiers],
             "storage": self._storage,
             "history": self._history(),
             "lanes": self._lanes(stats),
@@ -188,7 +187,7 @@ class Live:
         self._samples.append(
             _Sample(
                 time.time(),
-                {place: used * _page_bytes(place, stats) for place, used in _under("used.", stats).items()},
+                {place: used * stats[f"slot_bytes.{place}"] for place, used in _under("used.", stats).items()},
                 self._storage.get("bytes"),
                 {reason: tokens - self._reasons.get(reason, 0) for reason, tokens in reasons.items()},
                 self.recent.ttfts(now),
@@ -250,11 +249,11 @@ class Live:
                 {
                     "name": pool.name,
                     "pages": used,
-                    "bytes": used * pool.payload_bytes,
+                    "bytes": used * stats[f"slot_bytes.{place}"],
                     "evicted": stats[f"evicted.{place}"],
                 }
             )
-        return {"name": name, "capacity_bytes": self._capacity[tier], "pools": pools}
+        return {"name": name, "capacity_bytes": _size(tier, stats), "pools": pools}
 
     def _history(self) -> dict[str, Any]:
         samples = [*self._samples]
@@ -266,8 +265,7 @@ class Live:
                     sum(size for place, size in each.used.items() if place.startswith(f"{tier.name.lower()}."))
                     for each in samples
                 ]
-                for tier in MEMORY_TIERS
-                if tier in self._capacity
+                for tier in self._tiers
             }
             | ({"storage": [each.stored for each in samples]} if self._storage.get("attached") else {}),
             "prompt_tokens": [sum(each.tokens.values()) for each in samples],
@@ -342,20 +340,9 @@ def _prefix(prefix: Hottest, page_tokens: int) -> dict[str, Any]:
     }
 
 
-def _capacities(engine: Engine) -> dict[Tier, int]:
-    """Bytes of pages that each memory tier can hold."""
-    found = {}
-    for tier, slots in engine.cache.worker.slots.items():
-        sizes = [pool.payload_bytes for pool in engine.cache.pools]
-        if isinstance(slots, Cut):
-            found[tier] = slots.count * max(per * size for per, size in zip(slots.per, sizes, strict=True))
-        else:
-            found[tier] = sum(count * size for count, size in zip(slots, sizes, strict=True))
-    return {tier: size for tier, size in found.items() if size}
-
-
-def _page_bytes(place: str, stats: Mapping[str, float]) -> float:
-    return stats[f"page_bytes.{place.partition('.')[2]}"]
+def _size(tier: Tier, stats: Mapping[str, float]) -> float:
+    """Bytes of a memory tier."""
+    return stats.get(f"memory_bytes.{tier.name.lower()}", 0)
 
 
 def _under(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
