@@ -166,6 +166,10 @@ class CacheScheduler:
         """The blocks that are the engine's again since the last call: the copies that used them have ended."""
         return self._engine_core().released()
 
+    def uses_blocks(self) -> bool:
+        """Whether a copy in flight uses an engine's blocks."""
+        return any(Tier.DEVICE in op.edge for op in self.core.copies.ops.values())
+
     def waiting_for(self, op: int) -> Lease | None:
         """The lease for which a copy is made."""
         return self.core.copies.ops[op].lease

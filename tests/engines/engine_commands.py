@@ -69,9 +69,15 @@ class Engine:
         self.core = self.llm.llm_engine.engine_core.engine_core
 
     def drain(self) -> None:
-        """Step until no copy is in flight."""
+        """Step until no copy uses a block of vLLM's, then until none is in flight."""
         while self.core.scheduler.has_requests():
             self.core.step()
+        while self.goes_on():
+            pass
+
+    def goes_on(self) -> bool:
+        """Let copies to and from kvarve's storage go on beside the engine; whether there is more to come."""
+        return self.seam == "connector" and self.core.scheduler.connector._scheduler_side.go_on()
 
     def reset(self, everywhere: bool = False) -> None:
         """Empty the device, or all memory."""
@@ -80,7 +86,13 @@ class Engine:
 
     def forget(self) -> None:
         """Empty device and host, so that pages come from storage."""
-        self.reset(everywhere=self.seam == "tiering")
+        if self.seam == "tiering":
+            import tier_worker
+
+            with tier_worker.same_names():
+                self.reset(everywhere=True)
+            return
+        self.reset()
         if self.seam == "connector":
             from kvarve.model import Tier
 

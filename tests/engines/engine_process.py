@@ -44,8 +44,8 @@ class VllmProcess:
     def answer(self) -> Any:
         return self._read()["answer"]
 
-    def ask(self, prompt: list[int], tokens: int = 12) -> dict[str, Any]:
-        (answer,) = self.call("ask", prompts=[prompt], tokens=tokens)
+    def ask(self, prompt: list[int], tokens: int = 12, **more: Any) -> dict[str, Any]:
+        (answer,) = self.call("ask", prompts=[prompt], tokens=tokens, **more)
         return dict(answer)
 
     def about(self) -> dict[str, Any]:

@@ -276,6 +276,43 @@ def test_pages_survive_a_restart(restarted: VllmProcess, alone: Alone) -> None:
     sound(restarted)
 
 
+@pytest.mark.parametrize("how", ["pause", "sleep", "call", "model"])
+def test_no_page_is_found_of_the_weights_before(
+    restarted: VllmProcess, second: VllmProcess, alone: Alone, how: str
+) -> None:
+    """Neither by the engine nor by another one on its storage, to which its weights now are a stranger's."""
+    assert same(restarted.ask(LONG), alone.device)
+    restarted.call("change", how=how)
+    changed = restarted.ask(LONG)
+    assert changed["cached"] == 0 and not same(changed, alone.device)
+    assert same(changed, restarted.ask(LONG, read=False))
+    for place in ("reset", "forget"):
+        restarted.call(place)
+        found = restarted.ask(LONG)
+        assert found["cached"] == alone.device["cached"] and same(found, changed), place
+    second.call("forget")
+    assert same(second.ask(LONG), alone.device)
+    restarted.call("change", how=how)
+    back = restarted.ask(LONG)
+    assert back["cached"] == 0 and same(back, alone.cold)
+    sound(restarted)
+
+
+def test_nothing_is_kept_of_a_request_in_the_midst_of_which_the_weights_change(
+    restarted: VllmProcess, second: VllmProcess, alone: Alone
+) -> None:
+    """Its pages are of both. What vLLM itself has cached of it is in the way until vLLM forgets that."""
+    restarted.call("running", prompt=OTHER, tokens=4)
+    restarted.ask(OTHER)
+    restarted.call("reset", everywhere=restarted.seam == "tiering")
+    expected = restarted.ask(OTHER, read=False)
+    restarted.call("forget")
+    assert same(restarted.ask(OTHER), expected)
+    second.call("forget")
+    assert same(second.ask(OTHER), alone.other)
+    restarted.call("change", how="call")
+
+
 def test_a_storm_of_requests_in_two_engines_at_once(restarted: VllmProcess, second: VllmProcess, alone: Alone) -> None:
     """Requests share prefixes, are aborted and preempted, and their pages are evicted everywhere while they are loaded:
     the blocks are too few, and one storage, of both engines, is too small.

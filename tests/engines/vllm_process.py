@@ -9,6 +9,7 @@ has been loaded, in this or another process that shares the file of fingerprints
 import hashlib
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from prints import Prints
 
 SMALL = 12  # tokens of an answer
 SETTLED, SETTLED_S = 5000, 10.0  # steps, and seconds, after which a copy counts as hanging
+
+
+def shifted(worker: Any, by: float) -> None:
+    """Change weights that the keys and values of all layers follow from. (Others may be packed for the processor.)"""
+    weights = worker.model_runner.get_model().named_parameters()
+    next(weight for name, weight in weights if name.endswith("layers.0.input_layernorm.weight")).data.add_(by)
 
 
 class Recorder:
@@ -80,6 +87,7 @@ class Watched(Engine):
             more | SETTINGS.get("more", {}),
         )
         self.events: list[Any] = []
+        self.shift = -0.25  # of weights, when they were last changed
         if self.seam == "connector":
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -113,11 +121,67 @@ class Watched(Engine):
 
     # --- commands
 
-    def ask(self, prompts: list[list[int]], tokens: int = SMALL) -> list[dict[str, Any]]:
+    def ask(
+        self,
+        prompts: list[list[int]],
+        tokens: int = SMALL,
+        read: bool = True,
+        adapter: dict[str, Any] | None = None,
+        drain: bool = True,
+    ) -> list[dict[str, Any]]:
+        """`read`: whether a cache may be hit. `adapter`: what vLLM's LoRARequest takes."""
         given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(given, sampling(tokens, logprobs=1), use_tqdm=False)
-        self.drain()
+        how = sampling(tokens, logprobs=1, skip_reading_prefix_cache=not read)
+        outputs = self.llm.generate(given, how, use_tqdm=False, lora_request=self._lora(adapter))
+        if drain:
+            self.drain()
         return [self._told(output) for output in outputs]
+
+    def load(self, adapter: dict[str, Any]) -> None:
+        assert self.llm.llm_engine.add_lora(self._lora(adapter))
+
+    def unload(self, number: int) -> None:
+        assert self.llm.llm_engine.remove_lora(number)
+
+    def _lora(self, adapter: dict[str, Any] | None) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return None if adapter is None else LoRARequest(**adapter)
+
+    def change(self, how: str) -> None:
+        """Change the model's weights, and the second time back. "pause", "sleep": while the engine is in it, for which
+        it empties its caches; "call": by a remote call; "model": as a program can that has the engine in its own
+        process. After these vLLM's caches are emptied: kvarve's tier with what vLLM has above it."""
+        self.shift = -self.shift
+        change, driver = partial(shifted, by=self.shift), self.core.model_executor.driver_worker
+        if how == "pause":
+            self.core.pause_scheduler("abort", True)
+            change(driver)
+            self.core.resume_scheduler()
+        elif how == "sleep":
+            self.llm.sleep(level=2)
+            self.llm.collective_rpc(change)
+            self.llm.wake_up()
+        else:
+            if how == "call":
+                self.llm.collective_rpc(change)
+            else:
+                change(driver)
+            self.reset(everywhere=self.seam == "tiering")
+
+    def running(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        """A request in the midst of which the weights change."""
+        engine = self.llm.llm_engine
+        engine.add_request("running", {"prompt_token_ids": prompt}, sampling(tokens, logprobs=1))
+        while not self.core.scheduler.running or self.core.scheduler.running[0].num_computed_tokens < len(prompt) // 2:
+            engine.step()
+        self.shift = -self.shift
+        self.llm.collective_rpc(partial(shifted, by=self.shift))
+        outputs: list[Any] = []
+        while not outputs:
+            outputs = [output for output in engine.step() if output.finished]
+        self.drain()
+        return self._told(outputs[0])
 
     def drain(self) -> bool:
         """Step until no copy is in flight; False if some hang."""

@@ -5,7 +5,8 @@ others as soon as no reference is left; a request whose load failed is asked abo
 told to ask again is asked about in every step; the blocks of an aborted request that loads stay taken until its load
 has ended; a state's block leaves the row after the step that offered it; rows of windows lose their first blocks.
 
-What a block holds is a text that says what it should be, so that one wrong page is seen at once.
+What a block holds is a text that says what it should be, and which weights it and its prefix were computed with, so
+that one wrong page is seen at once. The engine's own cache does not look at weights, as vLLM's does not.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from kvarve.messages import Order, Report
 from kvarve.model import Tier
 
 FREE, FLYING, ROTTEN = "free", "flying", "rotten"
+BY = " by "
 
 
 class Status(Enum):
@@ -44,6 +46,9 @@ class SimulatedRequest:
     asks: int = 0
     external: list[int] = field(default_factory=list)  # tokens of each load that began
     found: int = 0  # tokens that it resumed from
+    local: int = 0  # those of them that the engine had
+    by: frozenset[int] = frozenset()  # the weights that it has been computed with, and
+    asked_by: int = 0  # those when it was asked about
     preempted: int = 0
 
     def __post_init__(self) -> None:
@@ -178,6 +183,8 @@ class SimulatedVllm:
         self.waiting: list[SimulatedRequest] = []
         self.running: list[SimulatedRequest] = []
         self._received: dict[str, bool] = {}  # loads that have ended: whether all of it came
+        self.reads, self.knows = True, True  # whether requests may hit kvarve's cache; and what computes them
+        self.weights, self.stale = 0, False  # and whether the engine's own cache may have pages of others
         self.now = 0.0
         self.choose: Callable[[list[int]], list[int]] = lambda due: due  # which copies end in a step
         self.seen: Counter[str] = Counter()
@@ -252,7 +259,14 @@ class SimulatedVllm:
         for block in self.cached.values():
             self.device[block] = FREE
         self.cached.clear()
+        self.stale = False
         return True
+
+    def change(self) -> bool:
+        """Other weights, and the engine forgets its cache if it can. False: a request loads pages of the old ones."""
+        self.weights += 1
+        self.stale = not self.reset()
+        return self.planner.reset(str(self.weights))
 
     def evict(self, many: int = 1 << 20) -> None:
         for page in [*self.cached]:
@@ -283,13 +297,14 @@ class SimulatedVllm:
                 local, rows = self._local(request)
                 request.asks += 1
                 assert request.asks < 1000, "no request is asked about for ever"
-                external = self.planner.ask(request, local, self.now)
+                salt = "" if self.knows and not (self.stale and local) else None
+                external = self.planner.ask(request, local, self.now, self.reads, lambda salt=salt: salt)
                 if external is None:
                     continue
                 full = self._room(request, local + external, rows, local)
                 if full is None:
                     break
-                request.rows = full
+                request.rows, request.local, request.by, request.asked_by = full, local, frozenset(), self.weights
                 self.planner.allocated(request, request.rows, external)
                 if external:
                     assert local + external < request.num_tokens and not (local + external) % self.page
@@ -425,13 +440,15 @@ class SimulatedVllm:
 
     def _forward(self, request: SimulatedRequest, part: Scheduled) -> None:
         stop = part.computed + part.tokens
+        request.by |= {self.weights}
+        by = BY + " ".join(map(str, sorted(request.by)))
         for at, group in enumerate(self.groups):
             row = part.rows[at]
             if group.offered:
-                self.device[row[-1]] = self._text(at, request, stop)
+                self.device[row[-1]] = self._text(at, request, stop) + by
                 continue
             for block in range(part.computed // group.block_tokens, -(-stop // group.block_tokens)):
-                self.device[row[block]] = self._text(at, request, min(stop, (block + 1) * group.block_tokens))
+                self.device[row[block]] = self._text(at, request, min(stop, (block + 1) * group.block_tokens)) + by
 
     def _advance(self, request: SimulatedRequest) -> None:
         if request.status is not Status.RUNNING:
@@ -475,9 +492,12 @@ class SimulatedVllm:
             for page in members(needed(boundary, group.lookback)):
                 wanted = [(page + 1) * per - 1] if group.offered else range(page * per, (page + 1) * per)
                 for block in wanted:
-                    found = self.device[request.rows[at][block]]
+                    found, _, by = self.device[request.rows[at][block]].partition(BY)
                     due = self._text(at, request, (block + 1) * group.block_tokens)
                     assert found == due, f"{request.request_id} reads {found!r}, not {due!r}"
+                    ours = page * self.page >= request.local
+                    assert not ours or by == str(request.asked_by), f"{request.request_id} is brought pages of {by}"
+                    request.by |= {*map(int, by.split())}
         self.seen["resumed"] += bool(boundary)
 
     def _cache(self, request: SimulatedRequest) -> None:
@@ -486,7 +506,7 @@ class SimulatedVllm:
                 tokens = (block + 1) * group.block_tokens
                 if number == NULL_BLOCK or tokens > request.computed:
                     continue
-                if group.offered and self.device[number] != self._text(at, request, tokens):
+                if group.offered and self.device[number].partition(BY)[0] != self._text(at, request, tokens):
                     continue
                 self.cached.setdefault((at, request.named(tokens)), number)
 

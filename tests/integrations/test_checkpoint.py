@@ -1,6 +1,5 @@
 """The weights that an engine serves are told apart by their files, wherever these lie."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvarve.errors import ConfigError
-from kvarve.integrations.checkpoint import Adapters, local_files, weights_fingerprint
+from kvarve.integrations.checkpoint import local_files, weights_fingerprint
 
 
 def saved(folder: Path, **tensors: torch.Tensor) -> Path:
@@ -86,80 +85,3 @@ def test_files_lie_where_the_model_is_or_in_the_hub_s_cache(tmp_path: Path) -> N
 def test_a_model_that_is_nowhere_asks_for_a_name_of_its_weights(model: str) -> None:
     with pytest.raises(ConfigError, match='set "weights"'):
         local_files(model or "nothing there")
-
-
-# --- adapters
-
-
-def an_adapter(folder: Path, content: bytes) -> str:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_model.bin").write_bytes(content)
-    return str(folder)
-
-
-def not_there(*_: object, **__: object) -> str:
-    raise OSError("offline")
-
-
-def test_adapters_of_equal_files_have_one_salt_wherever_they_lie(tmp_path: Path) -> None:
-    one, other = (an_adapter(tmp_path / name, b"weights") for name in ("one", "other"))
-    assert Adapters(not_there).salt(one) == Adapters(not_there).salt(other)
-    assert Adapters(not_there).salt(an_adapter(tmp_path / "third", b"more weights")) != Adapters(not_there).salt(one)
-
-
-def test_an_adapter_whose_files_have_changed_shares_no_page_with_another_engine(tmp_path: Path) -> None:
-    """The engine computes with the weights that it loaded before, or with the new ones: nothing tells."""
-    adapters, path = Adapters(not_there), an_adapter(tmp_path / "one", b"weights")
-    salts = [adapters.salt(path)]
-    for content in (b"others", b"weights"):
-        an_adapter(tmp_path / "one", content)
-        os.utime(tmp_path / "one" / "adapter_model.bin", ns=(len(salts), len(salts)))
-        salts += [adapters.salt(path), Adapters(not_there).salt(path)]
-        assert adapters.salt(path) == salts[-2], "it lasts until they change again"
-    first, changed, others, back, same = salts
-    assert same == first
-    assert len({first, changed, others, back}) == 4
-
-
-def test_the_files_of_an_adapter_are_read_once(tmp_path: Path) -> None:
-    """The engine's scheduler asks several times for each request."""
-    adapters, path = Adapters(not_there), an_adapter(tmp_path / "one", b"weights")
-    first, before = adapters.salt(path), (tmp_path / "one" / "adapter_model.bin").stat()
-    an_adapter(tmp_path / "one", b"WEIGHTS")
-    os.utime(tmp_path / "one" / "adapter_model.bin", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert adapters.salt(path) == first != Adapters(not_there).salt(path)
-
-
-@pytest.mark.parametrize("error", [OSError, ValueError, RuntimeError, KeyError])
-@pytest.mark.parametrize("path", ["/no/such/adapter", "org/name", "a\0b", "a\ud800b", "a" * 5000, ""])
-def test_an_adapter_that_cannot_be_read_ends_no_engine_and_shares_no_page(
-    path: str, error: type[Exception], caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def find(*_: object, **__: object) -> str:
-        raise error("the hub's client")
-
-    monkeypatch.chdir(tmp_path)
-    one, other = Adapters(find), Adapters(find)
-    assert one.salt(path) == one.salt(path) != other.salt(path)
-    assert "no other engine finds its pages" in caplog.text
-    assert '"weights"' not in caplog.text, "a setting that names no adapter"
-
-
-def test_an_adapter_s_files_may_have_any_name(tmp_path: Path) -> None:
-    name, folders = b"\xff.bin", [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-        try:
-            (folder / os.fsdecode(name)).write_bytes(b"weights")
-        except OSError:
-            pytest.skip("this file system wants names in UTF-8")
-    one, two = (Adapters(not_there).salt(str(folder)) for folder in folders)
-    assert one == two
-
-
-def test_a_pipe_among_an_adapter_s_files_is_not_waited_for(tmp_path: Path) -> None:
-    path = an_adapter(tmp_path / "one", b"weights")
-    alone = Adapters(not_there).salt(path)
-    os.mkfifo(tmp_path / "one" / "x.bin")
-    (tmp_path / "one" / "folder.bin").mkdir()
-    assert Adapters(not_there).salt(path) == alone

@@ -14,6 +14,7 @@ from kvarve.core.policies import Policies
 from kvarve.core.reasons import Reason
 from kvarve.errors import ConfigError
 from kvarve.integrations.plan import BlockPlanner, Group, Stored, lookback_of
+from kvarve.messages import Report
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
 from kvarve.scheduler import CacheScheduler
 
@@ -318,12 +319,11 @@ def test_a_claim_without_room_is_made_again_when_there_is_some() -> None:
 
 def test_a_request_that_skips_the_cache_is_still_saved() -> None:
     sim = engine()
-    real = sim.planner.ask
-    sim.planner.ask = lambda request, computed, now: real(request, computed, now, read=False)  # type: ignore[method-assign]
+    sim.reads = False
     ask(sim, prompt(70), "first")
     sim.reset()
     assert ask(sim, prompt(70), "second") == []
-    sim.planner.ask = real  # type: ignore[method-assign]
+    sim.reads = True
     sim.reset()
     assert ask(sim, prompt(70), "third") == [64]
 
@@ -332,8 +332,7 @@ def test_nothing_is_found_after_a_reset_even_in_storage() -> None:
     storage: dict = {}  # type: ignore[type-arg]
     sim = engine(storage=storage)
     ask(sim, prompt(70), "first")
-    sim.reset()
-    assert sim.planner.reset("another")
+    assert sim.change()
     assert ask(sim, prompt(70), "again") == []
     sim.reset()
     assert ask(sim, prompt(70), "third") == [64]
@@ -346,8 +345,72 @@ def test_a_cache_is_not_reset_while_a_request_loads() -> None:
     sim.choose = lambda due: []
     sim.add("again", prompt(70))
     sim.step()
-    assert not sim.planner.reset("another")
+    assert not sim.change(), "it uses pages of the weights before"
     sim.choose = lambda due: due
+    sim.run()
+    assert not sim.stale or sim.reset()
+    assert ask(sim, prompt(70), "third") == [], "nor has it saved what it computed on them"
+    settled(sim)
+
+
+def test_a_request_in_the_midst_of_which_the_weights_change_saves_nothing_more() -> None:
+    storage: dict = {}  # type: ignore[type-arg]
+    sim = engine(storage=storage, chunk=16)
+    sim.add("first", prompt(70))
+    for _ in range(3):
+        sim.step()
+    before = sim.worker.seen["device to host"]
+    assert sim.change() and before
+    sim.run()
+    assert sim.worker.seen["device to host"] <= before + len(HYBRID), "but what was under way"
+    assert ask(sim, prompt(70), "again") == [], "the engine has it, of both"
+    assert sim.worker.seen["device to host"] <= before + len(HYBRID), "nor of a request that rests on what it has left"
+    sim.reset()
+    assert ask(sim, prompt(70), "third") == []
+    sim.reset()
+    assert ask(sim, prompt(70), "fourth") == [64]
+    settled(sim)
+
+
+def test_pages_of_a_request_whose_salt_is_not_known_are_neither_read_nor_saved() -> None:
+    sim = engine(storage={})
+    ask(sim, prompt(70), "first")
+    sim.reset()
+    saved, sim.knows = sim.worker.seen["device to host"], False
+    assert ask(sim, prompt(70), "second") == ask(sim, prompt(90), "third") == []
+    assert sim.worker.seen["device to host"] == saved
+    sim.reset()
+    sim.knows = True
+    assert ask(sim, prompt(70), "fourth") == [64]
+    settled(sim)
+
+
+def test_copies_to_a_storage_that_hangs_keep_no_engine_busy_and_go_on_beside_it() -> None:
+    """vLLM can neither pause nor sleep while it is busy, and until then it steps, on and on."""
+    storage: dict = {}  # type: ignore[type-arg]
+    sim = engine(storage=storage)
+    sim.worker.hangs = True
+    ask(sim, prompt(70), "first")
+    scheduler = sim.planner._scheduler
+    assert not sim.planner.busy() and scheduler.in_flight() and not sim.planner.idle()
+    sim.worker.hangs = False
+    while not sim.planner.idle():
+        plan = sim.planner.plan({}, {}, sim.now)
+        assert not plan.held and not plan.loads, "no block of the engine's"
+        sim.worker.do(plan)
+        assert not sim.planner.ended(Report([*map(sim.worker.end, sim.worker.due())]), sim.now)
+    assert len(storage) == 4 * len(HYBRID)
+
+
+def test_an_engine_is_busy_while_a_copy_uses_its_blocks_or_is_about_to() -> None:
+    sim = engine()
+    sim.choose = lambda due: []
+    sim.add("first", prompt(70))
+    sim.step()
+    assert sim.planner.busy()
+    sim.choose = lambda due: due
+    sim.run()
+    assert not sim.planner.busy()
     settled(sim)
 
 
@@ -392,8 +455,8 @@ def test_a_life_full_of_trouble_reads_no_wrong_page_and_ends_every_request(seed:
                 sim.evict(dice.randrange(20))
             if dice.random() < 0.05:
                 sim.worker.hangs = storage is not None and not sim.worker.hangs
-            if dice.random() < 0.03:
-                sim.planner.reset(str(number))
+            if dice.random() < 0.05:
+                sim.change()
     sim.run()
     sim.worker.hangs, sim.choose = False, lambda due: due
     settled(sim)

@@ -312,6 +312,40 @@ def test_a_drain_ends_when_all_jobs_have_and_at_the_deadline_if_one_hangs(bed: B
     assert [(ended.job, ended.good) for ended in bed.chunks.ended()] == [(hanging, ())]
 
 
+def test_no_chunk_is_found_that_was_stored_before_all_were_forgotten_until_a_restart(make: MakeBed) -> None:
+    bed = make()
+    bed.store(1, 2)
+    assert bed.lookup(3) is Found.ABSENT
+    bed.chunks.forget_all(b"epoch")
+    assert [bed.lookup(number) for number in (1, 2, 3)] == [Found.ABSENT] * 3
+    assert bed.load(1).bad, "nor loaded by one who has asked before"
+    bed.chunks.forget_all(b"another")
+    assert bed.store(1).good and bed.lookup(1) is Found.THERE and bed.load(1).good
+    bed.close()
+    again = make()
+    assert again.lookup(2) is Found.THERE, "these are of the weights that it began with"
+    assert again.load(1, 2).good == (key(1), key(2)) and again.holds(0, 1)
+
+
+def test_what_is_under_way_when_all_is_forgotten_stays_of_before(bed: Bed) -> None:
+    """A load would bring a chunk of before, a question would find it, and a store is of bytes of before."""
+    bed.store(1)
+    bed.chunks.forget_all(b"one")
+    bed.store(1)
+    bed.sick.stall()
+    store = bed.send_store(2)
+    assert bed.chunks.lookup(key(4), "r") is Found.LATER
+    bed.chunks.flush()
+    load = bed.send_load(1)
+    bed.chunks.forget_all(b"two")
+    (ended,) = bed.chunks.ended()
+    assert ended.job == load and ended.bad and not bed.rows.any()
+    bed.sick.release()
+    assert bed.wait_for(store).good
+    assert [bed.lookup(number) for number in (1, 2, 4)] == [Found.ABSENT] * 3
+    assert not bed.rows.any()
+
+
 def test_chunks_in_use_by_the_engine_are_evicted_last(make: MakeBed) -> None:
     bed = make(capacity_bytes=1 << 20)
     for number in range(8):

@@ -48,7 +48,9 @@ def local_files(
     ConfigError: they are not on this machine.
     """
     try:
-        return _place(model, find, revision, cache_dir)
+        if (place := Path(model)).exists():
+            return place
+        return Path(find(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except (OSError, ValueError) as error:  # not in the cache, or no name of a model
         raise ConfigError(
             f"the weights of {model!r} are neither in a folder nor in the local cache of Hugging Face "
@@ -56,64 +58,21 @@ def local_files(
         ) from None
 
 
-class Adapters:
-    """Salts for the adapters of requests: the engine's hashes name an adapter, and not its weights."""
-
-    def __init__(self, find: Find = in_hub_cache) -> None:
-        self._find = find
-        self._known: dict[str, tuple[list[tuple[str, int, int]], str]] = {}  # by path: its files, and the salt
-
-    def salt(self, path: str) -> str:
-        """A text for the adapter's weights, equal in all engines that were asked about equal files. Never raises.
-
-        The files are read once. It is a random text, so that no other engine shares the adapter's pages, if they cannot
-        be read, and once they have changed: the engine computes with what it loaded, and nothing tells which that is.
-        """
-        files: list[tuple[str, int, int]] = []
-        salt, trouble = "", "its files have changed: give a new version of an adapter a path of its own"
-        known = self._known.get(path)
-        try:
-            folder = _place(path, self._find)
-            files = [(str(file), (now := file.stat()).st_size, now.st_mtime_ns) for file in _files(folder)]
-            if known is None:
-                salt = f"adapter {_fingerprint(folder)}"
-        except Exception as error:  # noqa: BLE001  a path is a user's, the hub's client raises anything, and the
-            trouble = f"it cannot be read: {error!r}"  # engine's scheduler, which asks, would end
-        if known is not None and known[0] == files:
-            return known[1]
-        if not salt:
-            log.warning("adapter %r: %s; no other engine finds its pages", path, trouble)
-            salt = f"adapter unread {os.urandom(16).hex()}"
-        self._known[path] = files, salt
-        return salt
-
-
 def weights_fingerprint(folder: Path, *, whole: bool = False) -> str:
     """A fingerprint of all files with weights in `folder`, or of `folder` itself if it is one such file.
 
     ConfigError: there are none, or one cannot be read.
     """
+    digest = hashlib.sha256(b"whole" if whole else b"sample")
     try:
-        return _fingerprint(folder, whole=whole)
+        files = _files(folder)
+        if not files:
+            raise FileNotFoundError("no weights are there")
+        for path in files:
+            digest.update(b"%b %d " % (os.fsencode(path.name), path.stat().st_size))  # a name is any bytes
+            digest.update(_whole(path) if whole else _sample(path))
     except OSError as error:
         raise ConfigError(f'the weights in {folder} cannot be read: {error}; name them in "weights"') from None
-
-
-def _place(model: str, find: Find, revision: str | None = None, cache_dir: str | None = None) -> Path:
-    if (place := Path(model)).exists():
-        return place
-    return Path(find(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
-
-
-def _fingerprint(folder: Path, *, whole: bool = False) -> str:
-    """OSError: there are no weights, or they cannot be read."""
-    files = _files(folder)
-    if not files:
-        raise FileNotFoundError("no weights are there")
-    digest = hashlib.sha256(b"whole" if whole else b"sample")
-    for path in files:
-        digest.update(b"%b %d " % (os.fsencode(path.name), path.stat().st_size))  # a name is any bytes
-        digest.update(_whole(path) if whole else _sample(path))
     return digest.hexdigest()
 
 

@@ -73,6 +73,7 @@ class _Job:
     storing: bool
     keys: tuple[bytes, ...]
     sent: float
+    epoch: bytes  # of the names of its chunks
     batches: int = 0  # that have not ended
     good: set[bytes] = field(default_factory=set)
 
@@ -160,6 +161,7 @@ class ChunkStore:
         self._here = threading.local()
         # Everything below belongs to the engine's thread.
         self._there: OrderedDict[bytes, None] = OrderedDict()
+        self._epoch = b""  # in the names of chunks, since all were forgotten
         self._failed: OrderedDict[bytes, None] = OrderedDict()  # misses until they are stored anew
         self._asked: dict[bytes, bool] = {}  # waiting for an answer (True), or known to be absent while anyone needs it
         self._askers: dict[bytes, set[str]] = {}
@@ -216,19 +218,20 @@ class ChunkStore:
         now = self._clock()
         if self._unsent:
             keys, self._unsent = self._unsent, []
-            op = self._next_op()
+            op, epoch = self._next_op(), self._epoch
             self._questions[op] = _Question(keys, now)
-            self._connection.lanes[PROBE].send(op, lambda: self._ask(keys), self._deadline_s)
+            self._connection.lanes[PROBE].send(op, lambda: self._ask(keys, epoch), self._deadline_s)
         if now - self._housekept >= _HOUSEKEEPING_S and self._housekeeping is None and self._storage.up:
             touched, self._touched, self._housekept = [*self._touched], {}, now
-            self._housekeeping = op = self._next_op()
-            self._connection.lanes[PROBE].send(op, lambda: self._keep_house(touched), self._deadline_s)
+            op, epoch = self._next_op(), self._epoch
+            self._housekeeping = op
+            self._connection.lanes[PROBE].send(op, lambda: self._keep_house(touched, epoch), self._deadline_s)
 
     # --- jobs
 
     def store(self, job: int, keys: Collection[bytes], rows: Sequence[int]) -> None:
         """Store chunks from these rows, which stay as they are until the job has ended."""
-        sent = _Job(job, True, tuple(keys), self._clock())
+        sent = _Job(job, True, tuple(keys), self._clock(), self._epoch)
         missing = [(key, row) for key, row in zip(sent.keys, rows, strict=True) if key not in self._there]
         sent.good.update(key for key in sent.keys if key in self._there)
         self.counts["store: there already"] += len(sent.good)
@@ -240,7 +243,7 @@ class ChunkStore:
 
     def load(self, job: int, keys: Collection[bytes], rows: Sequence[int]) -> None:
         """Load chunks into these rows, which the engine leaves alone until the job has ended."""
-        sent = _Job(job, False, tuple(keys), self._clock())
+        sent = _Job(job, False, tuple(keys), self._clock(), self._epoch)
         wanted = [*zip(sent.keys, rows, strict=True)]
         if not self._storage.up:
             self.counts["load: down"] += len(wanted)
@@ -255,7 +258,7 @@ class ChunkStore:
 
     def name(self, key: bytes) -> str:
         """The name of a chunk's object in the storage."""
-        return self._named(key)[2]
+        return self._named(key, self._epoch)[2]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something has ended, or a deadline may have passed; False after `timeout_s`."""
@@ -271,6 +274,15 @@ class ChunkStore:
                 self._give_up([*self._batches.values()])
             elif self._jobs:
                 self.wait(min(left_s, 0.1))
+
+    def forget_all(self, epoch: bytes) -> None:
+        """Name chunks anew from now on, with this `epoch`: none that is stored by now is found any more. Loads under
+        way fail; stores keep the names that they began with."""
+        self._epoch = epoch
+        self._give_up([batch for batch in self._batches.values() if not batch.job.storing])
+        for known in (self._there, self._failed, self._touched, self._questions):
+            known.clear()
+        self._unsent = [key for key, waits in self._asked.items() if waits]
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Let jobs end within `timeout_s`, then close the storage. Nothing touches the rows afterwards, except a write
@@ -388,7 +400,7 @@ class ChunkStore:
         self._storing -= len(job.keys) if job.storing else 0
         bad = tuple(key for key in job.keys if key not in job.good)
         if job.storing:
-            for key in job.good:
+            for key in job.good if job.epoch == self._epoch else ():
                 self._know(key)
         else:
             for key in bad:
@@ -398,10 +410,10 @@ class ChunkStore:
 
     # --- on the lanes' threads
 
-    def _named(self, key: bytes) -> tuple[Stamp, bytes, str]:
+    def _named(self, key: bytes, epoch: bytes) -> tuple[Stamp, bytes, str]:
         """A chunk's stamp, the key in its record, and the name of its object."""
         group, digest = int.from_bytes(key[-GROUP_BYTES:], "big"), key[:-GROUP_BYTES]
-        digest = digest if len(digest) == KEY_BYTES else hashlib.sha256(digest).digest()
+        digest = digest if len(digest) == KEY_BYTES and not epoch else hashlib.sha256(epoch + digest).digest()
         pool = f"group{group}"
         known = self._stamps.get(group)
         if known is None:
@@ -410,12 +422,12 @@ class ChunkStore:
         stamp, root = known
         return stamp, digest, object_name(root, digest, pool)
 
-    def _ask(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        there = self._storage.exists([self._named(key)[2] for key in keys])
+    def _ask(self, keys: Sequence[bytes], epoch: bytes) -> tuple[int, int]:
+        there = self._storage.exists([self._named(key, epoch)[2] for key in keys])
         return sum(found << i for i, found in enumerate(there)), 0
 
-    def _keep_house(self, touched: Sequence[bytes]) -> tuple[int, int]:
-        self._storage.touch([self._named(key)[2] for key in touched])
+    def _keep_house(self, touched: Sequence[bytes], epoch: bytes) -> tuple[int, int]:
+        self._storage.touch([self._named(key, epoch)[2] for key in touched])
         self.usage = self._storage.usage()
         return 0, 0
 
@@ -428,7 +440,7 @@ class ChunkStore:
                 headers = memoryview(mmap.mmap(-1, sum(len(batch.keys) for batch in begun) * BLOCK_BYTES))
                 for batch in begun:
                     for key, row in zip(batch.keys, batch.rows, strict=True):
-                        stamp, digest, name = self._named(key)
+                        stamp, digest, name = self._named(key, batch.job.epoch)
                         header, data = headers[:BLOCK_BYTES], memoryview(rows[row])
                         header[:HEADER_BYTES] = stamp.sealed(digest, _LEAD, data)
                         names.append(name)
@@ -442,7 +454,7 @@ class ChunkStore:
                 good = sum(next(stored) << i for i in range(len(batch.keys)))
                 reasons = Counter({"read only" if read_only else "no space": len(batch.keys) - good.bit_count()})
                 if not batch.ends(good, reasons):  # its rows may have got other bytes before they were written
-                    doubtful += [self._named(key)[2] for key in batch.keys]
+                    doubtful += [self._named(key, batch.job.epoch)[2] for key in batch.keys]
             self._delete(doubtful)
         return [(0, 0) for _ in batches]
 
@@ -450,7 +462,7 @@ class ChunkStore:
         rows = self._rows
         if not batch.begins(self._clock()) or rows is None:
             return 0, 0
-        named = [self._named(key) for key in batch.keys]
+        named = [self._named(key, batch.job.epoch) for key in batch.keys]
         records = self._bounce(len(batch.keys))
         sizes = self._storage.get([name for _, _, name in named], records)
         good, reasons, corrupt = 0, Counter[str](), list[str]()

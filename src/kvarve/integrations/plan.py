@@ -15,7 +15,7 @@ given to other pages before `Plan.freed` names them: the engine holds references
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -129,12 +129,14 @@ class Plan:
     """What a step's worker does, and what the engine does with its blocks beside it; plain data.
 
     `orders` are carried out in this order, those that copy from the engine's blocks after the step's forward. The
-    worker reports a request of `loads` (by copy) once that copy has ended. References to the blocks in `held` are taken
-    now, to those in `freed` given back.
+    worker reports a request of `loads` (by copy) once that copy has ended. `saves` says of which request's pages a copy
+    is, and their salt, if they have one. References to the blocks in `held` are taken now, to those in `freed` given
+    back.
     """
 
     orders: list[Order] = field(default_factory=list)
     loads: dict[int, str] = field(default_factory=dict)
+    saves: dict[int, tuple[Request, str]] = field(default_factory=dict)
     held: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
 
@@ -144,7 +146,7 @@ class _Standing:
     """Where a request stands with the planner."""
 
     request: Request
-    salt: str
+    salt: str | None  # None: what it computes is not saved
     lease: Lease
     computed: int  # the engine's own prefix when it asked, in tokens
     named: int  # pages whose names the lease has
@@ -193,9 +195,12 @@ class BlockPlanner:
 
     # --- what the engine asks
 
-    def ask(self, request: Request, computed: int, now: float, read: bool = True, salt: str = "") -> int | None:
+    def ask(
+        self, request: Request, computed: int, now: float, read: bool = True, salt: Callable[[], str | None] = str
+    ) -> int | None:
         """Tokens that can be loaded beyond the `computed` ones that the engine has itself; None: ask again later.
-        `salt`: what tells its pages apart beside the engine's hashes.
+        `salt` says what tells its pages apart beside the engine's hashes; None: that is not known, or the engine's own
+        prefix may be another's, so its pages are neither read nor saved. It is called when the answer is made.
 
         The answer is a promise until the request is asked about again, finishes, or gets blocks.
         """
@@ -208,7 +213,7 @@ class BlockPlanner:
             self._close(request.request_id)
             standing = None
         if standing is None:
-            standing = self._open(request, salt, computed, read and not computed % self._page)
+            standing = self._open(request, salt(), computed, read and not computed % self._page)
             standing.waits_s = waits_s
         lease = standing.lease
         if not self._scheduler.claim(lease) and lease.phase is not Phase.OFFERED:
@@ -218,8 +223,8 @@ class BlockPlanner:
     def allocated(self, request: Request, rows: Rows, external: int) -> None:
         """The engine has allocated blocks, `external` tokens of them to be loaded (0: none, whatever was claimed)."""
         standing = self._standing.get(request.request_id)
-        if standing is None:
-            standing = self._open(request, "", 0, False)
+        if standing is None:  # the engine has not asked, so what would tell its pages apart is not known
+            standing = self._open(request, None, 0, False)
         lease = standing.lease
         standing.allocated = True
         if not external:
@@ -259,9 +264,14 @@ class BlockPlanner:
                 self._save(self._standing[request_id], scheduled.get(request_id), offers.get(request_id, ()))
         plan = Plan(self._scheduler.take(), self._loads)
         self._loads = {}
+        salted = {each.lease.number: (each.request, each.salt) for each in self._standing.values() if each.salt}
         for order in plan.orders:
             if self._tells and isinstance(order, Copy) and order.target is Tier.HOST:
                 self._note(order)
+            if salted and isinstance(order, Copy) and order.source is Tier.DEVICE:
+                lease = self._scheduler.waiting_for(order.op)
+                if lease is not None and lease.number in salted:
+                    plan.saves[order.op] = salted[lease.number]
             if isinstance(order, Copy) and Tier.DEVICE in (order.source, order.target):
                 for page in order.pages:
                     plan.held += self._blocks(page.pool, page.target if order.target is Tier.DEVICE else page.source)
@@ -296,19 +306,32 @@ class BlockPlanner:
 
     def reset(self, epoch: str) -> bool:
         """Forget all that is cached, for requests from now on: their pages are named with this `epoch`, so that pages
-        in storage, which other engines may share, are not found either. False while a request is being loaded."""
-        if any(standing.lease.phase is Phase.LOADING for standing in self._standing.values()):
-            return False
+        in storage, which other engines may share, are not found either. Requests that have pages by now save none any
+        more, as those rest on what is forgotten. False: for one of them pages are being loaded, and it will use them.
+        """
         self._epoch = epoch
+        loading = any(standing.lease.phase is Phase.LOADING for standing in self._standing.values())
         for request_id, standing in [*self._standing.items()]:
-            if not standing.lease.ready:
+            if standing.lease.ready or standing.lease.phase is Phase.LOADING:
+                standing.salt = None
+            else:
                 self._close(request_id)
         self._scheduler.flush((Tier.HOST,))
-        return True
+        return not loading
+
+    def distrust(self, request_id: str) -> None:
+        """Save no page of a request any more."""
+        if request_id in self._standing:
+            self._standing[request_id].salt = None
 
     def busy(self) -> bool:
-        """Whether copies are in flight or due, so that steps have to go on even without requests."""
-        return bool(self._loads) or not self._scheduler.idle()
+        """Whether copies use the engine's blocks or are about to, so that steps have to go on even without requests.
+        Copies between the host and storage use none."""
+        return bool(self._loads) or self._scheduler.uses_blocks()
+
+    def idle(self) -> bool:
+        """Whether no copy is in flight and none is due."""
+        return not self._loads and self._scheduler.idle()
 
     # --- behind it
 
@@ -348,8 +371,9 @@ class BlockPlanner:
     def _blocks(self, pool: int, handle: int) -> list[int]:
         return [block for block in blocks_of(handle, self._pieces[pool]) if block != NULL_BLOCK]
 
-    def _open(self, request: Request, salt: str, computed: int, read: bool) -> _Standing:
+    def _open(self, request: Request, salt: str | None, computed: int, read: bool) -> _Standing:
         """Open and claim a lease for a request, of which the engine has the pages before `computed`."""
+        read = read and salt is not None
         self._step(Report(up=self._up))  # it waits for storage from now on, not from the last step
         tokens = request.num_tokens
         if (ceiling := self._ceiling.get(request.request_id)) is not None:
@@ -358,7 +382,7 @@ class BlockPlanner:
         named = min(tokens // self._page, len(request.block_hashes) // self._hashes)
         words = np.concatenate([self._words(request, 0, named), np.zeros(tokens - named * self._page, np.uint32)])
         present = [needed(computed // self._page, group.lookback) for group in self._groups]
-        prompt = self._scheduler.prompt(words, f"{self._epoch} {salt}" if self._epoch or salt else "")
+        prompt = self._scheduler.prompt(words, f"{self._epoch} {salt or ''}" if self._epoch or salt else "")
         lease = self._scheduler.open(prompt, read=read, present=present)
         self._scheduler.claim(lease, present)
         standing = self._standing[request.request_id] = _Standing(request, salt, lease, computed, named, self._now)
@@ -376,7 +400,7 @@ class BlockPlanner:
 
     def _save(self, standing: _Standing, scheduled: Scheduled | None, offers: Sequence[Offer]) -> None:
         lease = standing.lease
-        if not (lease.ready and standing.allocated):
+        if not (lease.ready and standing.allocated) or standing.salt is None:
             return
         full = len(standing.request.block_hashes) // self._hashes
         if scheduled is not None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from vllm import __version__ as VLLM_VERSION
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -37,17 +38,18 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cac
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvarve.core.effects import Copy, Ended
+from kvarve.core.effects import Copy, Ended, Event
 from kvarve.core.reasons import Reason
 from kvarve.core.settings import Slots
 from kvarve.engine.identity import numerics
 from kvarve.errors import ConfigError
-from kvarve.integrations.checkpoint import Adapters
 from kvarve.integrations.extra_config import extra_config
 from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Removed, Scheduled, Stored, lookback_of
+from kvarve.integrations.vllm_around import Around
 from kvarve.integrations.vllm_identity import model_digest, weights_of
+from kvarve.integrations.vllm_weights import adapter_loaded, adapter_now
 from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
-from kvarve.messages import Report
+from kvarve.messages import Order, Report
 from kvarve.model import LAYOUT_FORMAT, ModelIdentity, Tier
 from kvarve.scheduler import CacheScheduler
 from kvarve.worker import CLOSE_S, CacheWorker
@@ -61,6 +63,7 @@ log = logging.getLogger("vllm.kvarve")  # below vLLM's own, whose settings apply
 
 WHERE = "kv_connector_extra_config"
 IDLE_WAIT_S = 0.002  # of a step without tokens, for a copy to end: the engine would spin
+SETTLE_S = 10.0  # for copies that use the engine's blocks to end, when these are to be forgotten
 CLOSING_S = 30.0
 MEDIUM_CPU = "CPU"  # of events
 SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
@@ -68,10 +71,12 @@ SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """What a step's worker does. `idle`: the step computes nothing."""
+    """What a step's worker does. `idle`: the step computes nothing. `adapters`: by copy of pages that are saved, the
+    number of the adapter that computes them and the digest of its weights, if these are still loaded then."""
 
     plan: Plan = field(default_factory=Plan)
     idle: bool = False
+    adapters: dict[int, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -195,7 +200,7 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_side.take_events()
 
     def reset_cache(self) -> bool:
-        return self._scheduler_side.planner.reset(os.urandom(16).hex())
+        return self._scheduler_side.forget()
 
     # --- in either
 
@@ -221,6 +226,15 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.close()
 
 
+@dataclass
+class Adapter:
+    """An adapter as its requests find it: the digest of its weights, and the cached blocks that vLLM has then. vLLM's
+    hashes know its name and path alone."""
+
+    digest: str
+    blocks: Any
+
+
 class SchedulerSide:
     """Plans, and holds references to the blocks that copies use."""
 
@@ -233,18 +247,60 @@ class SchedulerSide:
         self._told: dict[str, float] = {}  # counters that have been given to vLLM
         self._explained: Counter[Reason] = Counter()  # the same of tokens by reason
         self._levels: dict[str, float] = {}  # of the host, by group, as last given to vLLM
-        self._adapters = Adapters()
+        self._around = Around(self.forget, self.settle)
+        self._digests: dict[int, str] = {}  # of adapters by their number, since the last step
+        self._adapters: dict[tuple[str, str], Adapter] = {}  # by name and path
+        self._saves: dict[int, Any] = {}  # by copy: the request whose pages it saves, if it has an adapter
+        # The cached blocks of vLLM of which some are of weights before: of an adapter, and of the model (None). When it
+        # has forgotten them all, it has others.
+        self._stale: dict[tuple[str, str] | None, Any] = {}
+        self._blocks: Any = None  # the cached blocks at the last step
 
     def start(self, ready: Ready) -> None:
         shape = ready.identity, self._settings.cache, ready.slots
         self.scheduler = CacheScheduler(*shape, storage=ready.storage, only_read=ready.only_read)
         self.planner = BlockPlanner(self.scheduler, self._groups, self._hash_tokens, tells=self._tells)
+        self._around.ask(meet)
+        self._around.when_idle(self.go_on)
 
     def ask(self, request: Any, computed: int) -> int | None:
-        adapter = request.lora_request
-        salt = "" if adapter is None else self._adapters.salt(adapter.lora_path)
         read = not request.skip_reading_prefix_cache
-        return self.planner.ask(request, computed, time.monotonic(), read, salt)
+        return self.planner.ask(request, computed, time.monotonic(), read, lambda: self._salt(request, computed))
+
+    def _salt(self, request: Any, computed: int) -> str | None:
+        """What tells the pages of a request apart beside vLLM's hashes: its adapter's weights. None, so that its pages
+        are neither read nor saved: these are not known, or vLLM's own prefix may be of weights before."""
+        lora, name, salt = request.lora_request, None, ""
+        if lora is not None:
+            digest = self._digest(lora)
+            if not digest:
+                return None
+            name, salt = _name(lora), digest
+            before = self._adapters.get(name)
+            if before is not None and before.digest != digest and before.blocks is self._cached():
+                self._stale[name] = before.blocks
+            self._adapters[name] = Adapter(digest, self._cached())
+        stale = any(self._stale.get(each, self) is self._cached() for each in (None, name))
+        # Of a prefix that ends within a page nothing is told.
+        return None if stale and (computed or self._hash_tokens < self.planner.page_tokens) else salt
+
+    def _digest(self, lora: Any) -> str:
+        """Of the adapter's weights as its next step computes with them."""
+        if lora.lora_int_id not in self._digests:
+            (self._digests[lora.lora_int_id],) = self._around.ask(adapter_now, lora) or [""]
+        return self._digests[lora.lora_int_id]
+
+    def _cached(self) -> Any:
+        return getattr(self.pool, "cached_block_hash_to_block", None)
+
+    def forget(self) -> bool:
+        """Name pages anew from now on, as the weights are others, or will be. False: a request loads pages from
+        before."""
+        if not hasattr(self, "planner"):
+            return True
+        if self._cached() is self._blocks:
+            self._stale[None] = self._blocks
+        return self.planner.reset(os.urandom(16).hex())
 
     def plan(self, output: "SchedulerOutput") -> Orders:
         state = output.kv_connector_block_state
@@ -256,15 +312,54 @@ class SchedulerSide:
             for name, tokens in output.num_scheduled_tokens.items()
         }
         offers = {name: [Offer(*offer) for offer in them] for name, them in state.boundary_state_offloads.items()}
+        self._blocks = self._cached()
+        return self._plan(scheduled, offers)
+
+    def _plan(self, scheduled: Mapping[str, Scheduled], offers: Mapping[str, list[Offer]]) -> Orders:
         plan = self.planner.plan(scheduled, offers, time.monotonic())
         if plan.held:
             self.pool.touch([self.pool.blocks[block] for block in plan.held])
             self._held.update(plan.held)
         self._free(plan.freed)
-        return Orders(Plan(plan.orders, plan.loads), idle=not output.total_num_scheduled_tokens)
+        self._digests.clear()
+        self._saves |= {op: request for op, (request, _) in plan.saves.items()}
+        if not self.planner.idle():
+            self._around.again()
+        adapters = {op: (cast(Any, it).lora_request.lora_int_id, salt) for op, (it, salt) in plan.saves.items()}
+        return Orders(Plan(plan.orders, plan.loads), idle=not scheduled, adapters=adapters)
 
     def ended(self, report: Report) -> None:
+        for event in report.events if self._saves else ():
+            if isinstance(event, Ended) and (request := self._saves.pop(event.op, None)) and not event.good:
+                # It was computed with other weights, as may be blocks that vLLM has cached.
+                self.planner.distrust(request.request_id)
+                self._stale[_name(request.lora_request)] = self._cached()
         self._free(self.planner.ended(report, time.monotonic()))
+
+    # --- beside the engine's steps
+
+    def go_on(self) -> bool:
+        """Copies between the host and storage go on while the engine has nothing to do: what has ended is taken in, and
+        what is due is sent. False: all is done."""
+        if self.planner.busy():  # the engine takes a step
+            return True
+        self._exchange()
+        return not self.planner.idle()
+
+    def settle(self) -> None:
+        """Wait until no copy uses the engine's blocks, for a while."""
+        end = time.monotonic() + SETTLE_S
+        while self._held and time.monotonic() < end and self._exchange():
+            pass
+        if self._held:
+            log.warning("copies of %d of vLLM's blocks take longer than %g s", len(self._held), SETTLE_S)
+
+    def _exchange(self) -> bool:
+        """Orders and a report without a step; False without an engine to carry them."""
+        for report in self._around.ask(beside, self._plan({}, {})) or ():
+            self.ended(report)
+            return True
+        return False
 
     def frees_blocks(self) -> bool:
         """Whether a block is in use for nothing but copies in flight."""
@@ -320,6 +415,11 @@ class SchedulerSide:
             self._held += Counter()  # only what is above zero
 
 
+def _name(lora: Any) -> tuple[str, str]:
+    """An adapter, as vLLM's hashes know it."""
+    return lora.lora_name, lora.lora_path
+
+
 class WorkerSide:
     """Copies between the engine's tensors, host memory and storage."""
 
@@ -334,7 +434,10 @@ class WorkerSide:
         self._vllm, self._cache_config, self._settings = vllm_config, kv_cache_config, settings
         self._groups, self._page = groups, page_tokens
         self._worker: CacheWorker | None = None
+        self.engine: Any = None  # vLLM's worker
         self._loads: dict[int, tuple[str, int]] = {}  # by copy: its request, and how many pages it has
+        self._received, self._failed = set[str](), set[str]()  # requests whose loads have ended, or lack a page
+        self._dropped: list[Event] = []  # saves that were not made
         self._report: Report | None = None
         self._up = True  # as last reported
 
@@ -370,24 +473,42 @@ class WorkerSide:
         return Ready(self.worker.identity, self.worker.slots, attached is not None, only_read)
 
     def do(self, orders: Orders) -> None:
+        """Carry out the orders of a step that has been computed."""
         plan = orders.plan
         for order in plan.orders:
             if isinstance(order, Copy) and order.op in plan.loads:
                 self._loads[order.op] = plan.loads[order.op], len(order.pages)
-        self.worker.do(plan.orders)
+        self.worker.do([order for order in plan.orders if not self._outdated(order, orders.adapters)])
         if orders.idle:
             self.worker.wait(IDLE_WAIT_S)
 
-    def collect(self) -> tuple[set[str], set[str]]:
-        """The requests whose loads have ended, and those of them that lack a page."""
-        self._report = self.worker.report()
-        received, failed = set(), set()
-        for event in self._report.events:
+    def _outdated(self, order: Order, adapters: Mapping[int, tuple[int, str]]) -> bool:
+        """Whether a copy is of pages that were computed with other weights of an adapter than it says. It ends at
+        once."""
+        if not isinstance(order, Copy) or order.op not in adapters:
+            return False
+        number, digest = adapters[order.op]
+        if adapter_loaded(self.engine, number) == digest:
+            return False
+        self._dropped.append(Ended(order.op, 0))
+        return True
+
+    def report(self) -> Report:
+        """What has happened since the last report. The requests whose loads have ended are told with the next step."""
+        found = self.worker.report()
+        for event in found.events:
             if isinstance(event, Ended) and event.op in self._loads:
                 request, pages = self._loads.pop(event.op)
-                received.add(request)
+                self._received.add(request)
                 if event.good.bit_count() != pages:
-                    failed.add(request)
+                    self._failed.add(request)
+        dropped, self._dropped = self._dropped, []
+        return found._replace(events=[*found.events, *dropped])
+
+    def collect(self) -> tuple[set[str], set[str]]:
+        """The requests whose loads have ended, and those of them that lack a page."""
+        self._report = self.report()
+        (received, self._received), (failed, self._failed) = (self._received, set()), (self._failed, set())
         return received, failed
 
     def take_report(self) -> Report | None:
@@ -402,6 +523,29 @@ class WorkerSide:
         if self._worker is not None:
             self._worker.close(CLOSING_S, CLOSE_S, up=self._worker.up)
             self._worker = None
+
+
+# --- in the worker, asked by the scheduler's side between steps
+
+
+def meet(worker: Any) -> None:
+    """The side that copies gets to know vLLM's worker."""
+    for side in _sides():
+        side.engine = worker
+
+
+def beside(_: Any, orders: Orders) -> Report:
+    """Carry out orders, and report."""
+    (side,) = _sides()
+    side.do(orders)
+    return side.report()
+
+
+def _sides() -> list[WorkerSide]:
+    group = get_kv_transfer_group()
+    return [
+        each._worker_side for each in [group, *getattr(group, "_connectors", [])] if isinstance(each, KvarveConnector)
+    ]
 
 
 # --- what the engine is

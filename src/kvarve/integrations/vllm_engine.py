@@ -88,6 +88,8 @@ class Engine:
         """Step until no copy is in flight."""
         while self.core.scheduler.has_requests():
             self.core.step()
+        while self._connected and self.core.scheduler.connector._scheduler_side.go_on():
+            pass
 
     def empty(self, host: bool) -> None:
         """Make vLLM's own blocks forget what they have, and host memory too."""

@@ -8,6 +8,7 @@ and moves whole rows. What it decides is in `chunks`; here are only vLLM's types
 """
 
 import logging
+import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -37,6 +38,7 @@ from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError
 from kvarve.integrations.chunks import ChunkStore, Found, namespace_of
 from kvarve.integrations.tier_settings import TierSettings, read_settings
+from kvarve.integrations.vllm_around import Around
 from kvarve.integrations.vllm_identity import Fields, groups_fields, model_digest, plain, weights_of
 from kvarve.memory.record import whole
 from kvarve.memory.seals import Seal, seal_of
@@ -93,6 +95,7 @@ class KvarveTier(SecondaryTierManager):
         if self.settings.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
         self._told: Mapping[str, int] = {}  # of the counts
+        self._around = Around(self._forget)
         BackgroundCall("kvarve asks a storage whether it is up", self._storage.look)
         log.info(
             "kvarve keeps chunks of %d bytes as %s in %s",
@@ -166,7 +169,12 @@ class KvarveTier(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
+        """All that vLLM calls when it empties its caches, since the weights are others, or will be."""
         self.chunks.drain()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.chunks.forget_all(os.urandom(16))
 
     def shutdown(self) -> None:
         self.chunks.close(min(CLOSE_S, self.settings.deadline_s))
@@ -229,6 +237,12 @@ def _identity(spec: Any, settings: TierSettings, row_bytes: int) -> Fields:
         "more": settings.identity,
     }
     found = _configs()
+    if found is not None and found[0].lora_config is not None and not settings.identity:
+        raise ConfigError(
+            "adapters (LoRA) are on, and vLLM's tiering knows them by name and path alone, so pages of their weights "
+            'before would be found: set "identity" of the tier to a text that changes whenever those of an adapter do, '
+            "or use kvarve's connector"
+        )
     if found is None:
         if not settings.identity or not settings.weights:
             raise ConfigError(

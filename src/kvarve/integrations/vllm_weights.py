@@ -1,0 +1,106 @@
+"""Which weights a vLLM worker computes with: files say what it began with, its memory what it computes with now.
+
+`Around.ask` runs this in the worker. Nothing of it raises, since a call that fails leaves the answers of other workers
+unread.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+log = logging.getLogger("vllm.kvarve")
+
+_known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by adapter as it was loaded: a new load is a new object
+
+
+def weights_now(worker: Any) -> str:
+    """A digest of the weights of the model and of a draft model; "" if they cannot be read.
+
+    Of each piece of memory the sum of its words: it changes with any one of them, and costs one pass over the weights.
+    """
+    try:
+        models = [worker.model_runner.get_model(), getattr(worker, "get_draft_model", lambda: None)()]
+        pieces: dict[int, torch.UntypedStorage] = {}
+        for model in filter(None, models):
+            for parameter in model.parameters():
+                for tensor in _plain(parameter):
+                    storage = tensor.detach().untyped_storage()
+                    pieces[storage.data_ptr()] = storage
+        sums = [_sum(piece) for piece in pieces.values() if piece.nbytes()]
+        return xxhash.xxh3_128_hexdigest(repr([*map(int, sums)]).encode())
+    except Exception:  # of a model, a quantisation or a device that is another than all known
+        log.exception("kvarve cannot read the weights of the model")
+        return ""
+
+
+def adapter_now(worker: Any, request: Any) -> str:
+    """A digest of the weights of the adapter that this request is computed with; "" if they cannot be read. Equal
+    weights have equal digests in all engines.
+
+    If need be the adapter is loaded, as vLLM would do in the request's first step: then it would be too late.
+    """
+    try:
+        manager = worker.model_runner.lora_manager
+        if request.load_inplace or request.lora_int_id not in manager.list_adapters():
+            manager.add_adapter(request)
+        return adapter_loaded(worker, request.lora_int_id)
+    except Exception as error:  # noqa: BLE001  as above; vLLM tells the client why its adapter cannot be loaded
+        log.warning("kvarve keeps no pages of adapter %r: %r", request.lora_path, error)
+        return ""
+
+
+def adapter_loaded(worker: Any, number: int) -> str:
+    """The same of an adapter that has been loaded, by its number; "" if it is not there."""
+    adapter = worker.model_runner.lora_manager._adapter_manager.get_adapter(number)
+    if adapter is None:
+        return ""
+    if adapter not in _known:
+        digest = xxhash.xxh3_128()
+        for part in _content([adapter.loras, adapter.modules_to_save, adapter.is_3d_lora_weight]):
+            digest.update(part)
+        _known[adapter] = digest.hexdigest()
+    return _known[adapter]
+
+
+def _plain(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold a parameter's bytes: of one that is packed, its parts."""
+    if isinstance(partitions := getattr(tensor, "partitions", None), Mapping):
+        for part in partitions.values():
+            yield from _plain(part)
+    elif is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _sum(storage: torch.UntypedStorage) -> torch.Tensor:
+    kind = torch.uint8 if storage.nbytes() % 8 else torch.int64
+    count = storage.nbytes() // kind.itemsize
+    words = torch.empty(0, dtype=kind, device=storage.device).set_(storage, 0, (count,), (1,))
+    return words.sum(dtype=torch.int64)
+
+
+def _content(value: Any) -> Iterator[bytes | memoryview]:
+    """All that makes up a value: numbers, texts, tensors, and what it is made of. The same for equal values."""
+    if isinstance(value, torch.Tensor):
+        yield f"{tuple(value.shape)} {value.dtype} ".encode()
+        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    elif isinstance(value, Mapping):
+        yield f"{len(value)} names ".encode()
+        for name in sorted(value):
+            yield f"{name} ".encode()
+            yield from _content(value[name])
+    elif isinstance(value, list | tuple):
+        yield f"{len(value)} values ".encode()
+        for each in value:
+            yield from _content(each)
+    elif hasattr(value, "__dict__"):
+        yield from _content(vars(value))
+    else:
+        yield f"{value!r} ".encode()
