@@ -276,6 +276,22 @@ def test_pages_survive_a_restart(restarted: VllmProcess, alone: Alone) -> None:
     sound(restarted)
 
 
+def test_a_cache_is_reset_once_the_saves_that_are_under_way_have_ended(restarted: VllmProcess) -> None:
+    """vLLM raises if it is to forget blocks that are in use, and pauses by that."""
+    if restarted.seam != "connector":
+        pytest.skip("vLLM's own host memory")
+    assert restarted.call("reset_while_saves_are_under_way", prompt=prompt(900, 5), late=20)
+    sound(restarted, restored=False)
+
+
+def test_an_engine_pauses_while_a_storage_hangs(restarted: VllmProcess) -> None:
+    if restarted.seam != "connector":
+        pytest.skip("vLLM's own host memory waits for the tier's jobs, whose deadline bounds that")
+    assert restarted.call("pause_while_stores_hang", prompt=prompt(900, 6), most=400) < 100
+    restarted.call("recover")
+    sound(restarted, restored=False)
+
+
 @pytest.mark.parametrize("how", ["pause", "sleep", "call", "model"])
 def test_no_page_is_found_of_the_weights_before(
     restarted: VllmProcess, second: VllmProcess, alone: Alone, how: str
@@ -302,7 +318,7 @@ def test_nothing_is_kept_of_a_request_in_the_midst_of_which_the_weights_change(
     restarted: VllmProcess, second: VllmProcess, alone: Alone
 ) -> None:
     """Its pages are of both. What vLLM itself has cached of it is in the way until vLLM forgets that."""
-    restarted.call("running", prompt=OTHER, tokens=4)
+    restarted.call("change_in_the_midst", prompt=OTHER)
     restarted.ask(OTHER)
     restarted.call("reset", everywhere=restarted.seam == "tiering")
     expected = restarted.ask(OTHER, read=False)

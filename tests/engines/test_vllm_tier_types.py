@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
+    from kvarve.integrations import vllm_tier
     from kvarve.integrations.vllm_tier import KvarveTier
 
 from kvarve.errors import ConfigError, StorageError
@@ -154,6 +155,30 @@ def test_a_shutdown_leaves_vllm_free_to_release_its_view(make: Make) -> None:
 def test_what_cannot_be_is_refused_with_what_to_do(make: Make, written: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         make(**NAMED | written)
+
+
+def test_adapters_of_which_vllm_tells_a_tier_nothing_are_refused_unless_they_are_named(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_loras=1))
+    monkeypatch.setattr(vllm_tier, "_configs", lambda: (vllm_config, None))
+    monkeypatch.setattr(vllm_tier, "model_digest", lambda _: "")
+    with pytest.raises(ConfigError, match=r'"identity".* whenever those of an adapter do'):
+        make(weights="v1")
+    assert make(weights="v1", identity="adapters of May")
+
+
+def test_no_chunk_is_found_once_vllm_has_emptied_its_caches(make: Make) -> None:
+    """It does that as weights change, and says no more of it to a tier than that its jobs have to end."""
+    tier = make(**NAMED)
+    tier.submit_store(job(1, KEYS[:1], [0]))
+    finished(tier)
+    tier.drain_jobs()
+    tier.submit_load(job(2, KEYS[:1], [1], load=True))
+    (loaded,) = finished(tier)
+    assert not loaded.success
+    tier.submit_store(job(3, KEYS[:1], [0]))
+    assert finished(tier)[0].success and tier.lookup(KEYS[0], CONTEXT) is LookupResult.HIT
 
 
 def test_an_argument_that_vllm_adds_is_no_error(make: Make) -> None:

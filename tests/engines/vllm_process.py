@@ -143,6 +143,17 @@ class Watched(Engine):
     def unload(self, number: int) -> None:
         assert self.llm.llm_engine.remove_lora(number)
 
+    def loaded(self) -> list[int]:
+        return [*self.llm.llm_engine.list_loras()]
+
+    def overwrite(self, prompt: list[int], adapter: dict[str, Any], seed: int) -> None:
+        """A request in the midst of which the files of its adapter are overwritten."""
+        from adapters import written
+
+        self._to_the_midst(prompt, self._lora(adapter))
+        written(Path(adapter["lora_path"]), seed)
+        self._to_the_end()
+
     def _lora(self, adapter: dict[str, Any] | None) -> Any:
         from vllm.lora.request import LoRARequest
 
@@ -169,19 +180,23 @@ class Watched(Engine):
                 change(driver)
             self.reset(everywhere=self.seam == "tiering")
 
-    def running(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+    def change_in_the_midst(self, prompt: list[int]) -> None:
         """A request in the midst of which the weights change."""
-        engine = self.llm.llm_engine
-        engine.add_request("running", {"prompt_token_ids": prompt}, sampling(tokens, logprobs=1))
-        while not self.core.scheduler.running or self.core.scheduler.running[0].num_computed_tokens < len(prompt) // 2:
-            engine.step()
+        self._to_the_midst(prompt)
         self.shift = -self.shift
         self.llm.collective_rpc(partial(shifted, by=self.shift))
-        outputs: list[Any] = []
-        while not outputs:
-            outputs = [output for output in engine.step() if output.finished]
+        self._to_the_end()
+
+    def _to_the_midst(self, prompt: list[int], adapter: Any = None) -> None:
+        engine = self.llm.llm_engine
+        engine.add_request("running", {"prompt_token_ids": prompt}, sampling(4), lora_request=adapter)
+        while not any(request.num_computed_tokens > len(prompt) // 2 for request in self.core.scheduler.running):
+            engine.step()
+
+    def _to_the_end(self) -> None:
+        while not any(output.finished for output in self.llm.llm_engine.step()):
+            pass
         self.drain()
-        return self._told(outputs[0])
 
     def drain(self) -> bool:
         """Step until no copy is in flight; False if some hang."""
@@ -192,6 +207,51 @@ class Watched(Engine):
             self.core.step()
             steps += 1
         return False
+
+    def reset_while_saves_are_under_way(self, prompt: list[int], late: int) -> bool:
+        """Empty all caches right after a request, whose saves end `late` reports after they have ended, as copies do
+        that a GPU makes in its own time."""
+
+        real, held = self.worker.worker.report, list[tuple[int, Any]]()
+
+        def report() -> Any:
+            found, kept = real(), list[Any]()
+            for event in found.events:
+                saved = getattr(event, "op", None) in saves and hasattr(event, "good")
+                held.append((late, event)) if saved else kept.append(event)
+            kept += [event for left, event in held if not left]
+            held[:] = [(left - 1, event) for left, event in held if left]
+            return found._replace(events=kept)
+
+        saves, do = set[int](), self.worker.worker.do
+
+        def noted(orders: list[Any]) -> None:
+            saves.update(
+                order.op for order in orders if getattr(getattr(order, "source", None), "name", "") == "DEVICE"
+            )
+            do(orders)
+
+        self.worker.worker.report, self.worker.worker.do = report, noted
+        try:
+            self.llm.generate([{"prompt_token_ids": prompt}], sampling(2), use_tqdm=False)
+            assert self.scheduler._held, "no save is under way"
+            return bool(self.core.reset_prefix_cache(True, True))
+        finally:
+            self.worker.worker.report, self.worker.worker.do = real, do
+
+    def pause_while_stores_hang(self, prompt: list[int], most: int) -> int:
+        """The steps that the engine takes after a request until it has nothing to do, at most so many."""
+        self.storage.stall("put")
+        self.llm.generate([{"prompt_token_ids": prompt}], sampling(2), use_tqdm=False)
+        steps = 0
+        while self.core.scheduler.has_requests() and steps < most:
+            self.core.step()
+            steps += 1
+        assert self.scheduler.scheduler.in_flight(), "no store is under way"
+        self.core.pause_scheduler("abort", True)
+        self.core.resume_scheduler()
+        self.storage.release()
+        return steps
 
     def storm(self, seed: int, prompts: list[list[int]], tokens: int, aborts: int) -> dict[str, Any]:
         """Requests that arrive while others are computed, some of which are aborted at any time."""

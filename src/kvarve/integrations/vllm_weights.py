@@ -15,13 +15,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 log = logging.getLogger("vllm.kvarve")
 
+LINE = 65521  # words that are summed apart: a prime number, so that no two rows of a matrix stand in the same places
+
 _known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by adapter as it was loaded: a new load is a new object
 
 
 def weights_now(worker: Any) -> str:
     """A digest of the weights of the model and of a draft model; "" if they cannot be read.
 
-    Of each piece of memory the sum of its words: it changes with any one of them, and costs one pass over the weights.
+    Of each piece of memory a sum of its words: it changes with any one of them, and costs one pass over the weights.
     """
     try:
         models = [worker.model_runner.get_model(), getattr(worker, "get_draft_model", lambda: None)()]
@@ -31,8 +33,7 @@ def weights_now(worker: Any) -> str:
                 for tensor in _plain(parameter):
                     storage = tensor.detach().untyped_storage()
                     pieces[storage.data_ptr()] = storage
-        sums = [_sum(piece) for piece in pieces.values() if piece.nbytes()]
-        return xxhash.xxh3_128_hexdigest(repr([*map(int, sums)]).encode())
+        return xxhash.xxh3_128_hexdigest(repr([*map(_sum, pieces.values())]).encode())
     except Exception:  # of a model, a quantisation or a device that is another than all known
         log.exception("kvarve cannot read the weights of the model")
         return ""
@@ -79,11 +80,16 @@ def _plain(tensor: Any) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _sum(storage: torch.UntypedStorage) -> torch.Tensor:
+def _sum(storage: torch.UntypedStorage) -> int:
+    """The words of a piece of memory, each times a number that follows from its place."""
     kind = torch.uint8 if storage.nbytes() % 8 else torch.int64
     count = storage.nbytes() // kind.itemsize
     words = torch.empty(0, dtype=kind, device=storage.device).set_(storage, 0, (count,), (1,))
-    return words.sum(dtype=torch.int64)
+    line = min(LINE, max(1, count))
+    whole = count // line * line
+    sums = words[:whole].view(-1, line).sum(0, dtype=torch.int64)
+    sums[: count - whole] += words[whole:]
+    return int((sums * (2 * torch.arange(line, device=storage.device) + 1)).sum())
 
 
 def _content(value: Any) -> Iterator[bytes | memoryview]:
