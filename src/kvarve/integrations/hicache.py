@@ -145,13 +145,14 @@ def page_key(key: str) -> bytes:
 
 
 def checkpoint(model: str, revision: str | None = None, *, whole: bool = False) -> str:
-    """A fingerprint of the config and weights of a folder, or of a model in the local cache of Hugging Face.
+    """A fingerprint of the config and weights of a model or an adapter: of a folder, or of one in the local cache of
+    Hugging Face.
 
     ConfigError: they are not on this machine.
     """
     folder = local_files(model, revision)
-    config = folder / "config.json"
-    read = config.read_bytes() if config.is_file() else b""
+    configs = [folder / name for name in ("config.json", "adapter_config.json")]
+    read = b"".join(config.read_bytes() for config in configs if config.is_file())
     return hashlib.sha256(read + weights_fingerprint(folder, whole=whole).encode()).hexdigest()
 
 

@@ -6,8 +6,10 @@ up, prefetch and back up. All it does is turn SGLang's words into those of `inte
 
 import logging
 import platform
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import sglang
@@ -20,8 +22,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_server_args, get_serving
 
+from kvarve.errors import ConfigError
 from kvarve.integrations.given import READ_ALL
 from kvarve.integrations.hicache import (
     KV,
@@ -59,6 +63,47 @@ _NUMERIC = (
     "load_format",
 )
 
+# By what SGLang writes to the weights of a running server, of which it tells a backend nothing.
+_WRITES = (
+    "begin_weight_update",
+    "update_weights_from_disk",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "end_weight_update",
+)
+# The function of SGLang's that attaches a storage to a server that runs.
+_ATTACH = "attach_hicache_storage_wrapped"
+
+
+class _Updates:
+    """How often the weights have been written to, from when SGLang loads this module on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._version: str | None = None  # as SGLang told it at the last update
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code.co_name != _ATTACH:
+            frame = frame.f_back
+        self._late = frame is not None  # it may have been updated before
+        for name in _WRITES:
+            setattr(WeightUpdater, name, self._noted(getattr(WeightUpdater, name)))
+
+    def _noted(self, write: Any) -> Any:
+        @wraps(write)
+        def noted(*args: Any, **more: Any) -> Any:
+            self.count += 1
+            self._version = _weight_version()
+            return write(*args, **more)
+
+        return noted
+
+    @property
+    def known(self) -> bool:
+        """Whether the weights are those of the files that the server was started with, or have a version of their own
+        since they were written to."""
+        return not self._late and (not self.count or self._version != _weight_version())
+
 
 class HiCacheKvarve(HiCacheStorage):
     """A storage backend for HiCache, of both interfaces. `kwargs`: SGLang's, of which none are used.
@@ -83,7 +128,7 @@ class HiCacheKvarve(HiCacheStorage):
         identity = _identity(settings, storage_config.model_name, ranks)
         label = identity.fingerprint()
         self._flat_kv = not extra.get("interface_v1")
-        self._weight_version = _weight_version()
+        self._weight_version, self._updates = _weight_version(), _updates.count
         self._told_of_change = False
         self._metrics = _Metrics(ranks.tp_rank) if storage_config.enable_storage_metrics else None
         seal = seal_of(settings.storage_key)
@@ -257,8 +302,8 @@ class HiCacheKvarve(HiCacheStorage):
             log.info("kvarve: %s", told)
 
     def _same_weights(self) -> bool:
-        """Whether the weights are still those whose pages these are, as far as SGLang tells."""
-        if _weight_version() == self._weight_version:
+        """Whether the weights are still those whose pages these are."""
+        if _weight_version() == self._weight_version and _updates.count == self._updates:
             return True
         if not self._told_of_change:
             self._told_of_change = True
@@ -272,11 +317,18 @@ def _identity(settings: Settings, model_name: str | None, ranks: Ranks) -> Ident
     model = settings.model or path
     weights = settings.weights
     if weights in ("", READ_ALL):
+        if not _updates.known:
+            raise ConfigError(
+                "the weights have been updated since the server was started, or may have been, and no weight_version "
+                'says to what: set "weights" to a text that changes whenever they do'
+            )
         whole = weights == READ_ALL
         weights = checkpoint(path, getattr(args, "revision", None), whole=whole)
         draft = getattr(args, "speculative_draft_model_path", None)
         if draft and draft != path:
             weights += checkpoint(draft, getattr(args, "speculative_draft_model_revision", None), whole=whole)
+        for adapter in getattr(args, "lora_paths", None) or ():  # SGLang's hashes have its name and path, and no more
+            weights += checkpoint(adapter.lora_path, whole=whole)
     version = _weight_version()
     if version not in (None, "default"):
         weights += f" version {version}"
@@ -304,6 +356,9 @@ def _weight_version() -> str | None:
     except (ValueError, RuntimeError, AttributeError):
         return None
     return None if version is None else str(version)
+
+
+_updates = _Updates()
 
 
 class _Metrics:

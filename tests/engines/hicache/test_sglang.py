@@ -11,8 +11,6 @@ from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 from sglang_engines import CONFIGS, KINDS, LAYOUTS, Engine, MakeFixtures
 from sglang_witness import Witness
 
-from kvarve.integrations import sglang as connector
-
 FULL, SWA, MAMBA, ALL = KINDS
 
 
@@ -148,23 +146,6 @@ def test_storage_is_attached_cleared_and_detached_at_run_time(make: MakeFixtures
     assert fixtures.engine().consume(prompt) == 0
     assert fixtures.engine(weights="others").consume(prompt) == len(prompt), "clear is of one model"
     fixtures.engine().produce(prompt)
-    assert fixtures.engine().consume(prompt) == len(prompt)
-
-
-def test_after_an_update_of_the_weights_nothing_is_found_or_stored(
-    make: MakeFixtures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fixtures = make(FULL)
-    prompt = fixtures.prompt(4)
-    fixtures.engine().produce(prompt)
-    engine = fixtures.engine()
-    monkeypatch.setattr(connector, "_weight_version", lambda: "step 2")
-    assert engine.consume(prompt) == 0
-    attached_anew = fixtures.engine()
-    assert attached_anew.consume(prompt) == 0
-    attached_anew.produce(prompt)
-    assert fixtures.engine().consume(prompt) == len(prompt)
-    monkeypatch.undo()
     assert fixtures.engine().consume(prompt) == len(prompt)
 
 
