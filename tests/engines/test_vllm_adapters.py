@@ -117,6 +117,15 @@ def test_a_request_whose_adapter_is_overwritten_in_its_midst_is_not_kept(adapted
     assert adapted.right(adapted.ask())
 
 
+def test_a_request_whose_adapter_is_loaded_anew_while_its_pages_are_read_uses_none_of_them(adapted: Adapted) -> None:
+    first = adapted.ask()
+    adapted.engine.call("forget")
+    written(adapted.folder, 2)
+    found = adapted.engine.call("load_while_a_request_waits", prompt=LONG, adapter=adapted.named())
+    assert found["cached"] == 0 and found["logprobs"] != first["logprobs"] and adapted.right(found)
+    assert adapted.ask() == found | {"cached": HIT}
+
+
 def test_pages_of_an_adapter_are_found_after_a_restart_by_its_weights(
     start: Any, settings: dict[str, Any], adapted: Adapted
 ) -> None:

@@ -159,6 +159,21 @@ class Watched(Engine):
 
         return None if adapter is None else LoRARequest(**adapter)
 
+    def load_while_a_request_waits(self, prompt: list[int], adapter: dict[str, Any]) -> dict[str, Any]:
+        """A request whose adapter is loaded anew while its pages are read from storage."""
+        stalls = self.storage.counts["stall"]
+        self.storage.stall("get")
+        engine = self.llm.llm_engine
+        engine.add_request(
+            "waits", {"prompt_token_ids": prompt}, sampling(SMALL, logprobs=1), lora_request=self._lora(adapter)
+        )
+        while self.storage.counts["stall"] == stalls:
+            engine.step()
+        self.load(adapter | {"load_inplace": True})
+        self.storage.release()
+        (output,) = self._to_the_end()
+        return self._told(output)
+
     def change(self, how: str) -> None:
         """Change the model's weights, and the second time back. "pause", "sleep": while the engine is in it, for which
         it empties its caches; "call": by a remote call; "model": as a program can that has the engine in its own
@@ -193,10 +208,11 @@ class Watched(Engine):
         while not any(request.num_computed_tokens > len(prompt) // 2 for request in self.core.scheduler.running):
             engine.step()
 
-    def _to_the_end(self) -> None:
-        while not any(output.finished for output in self.llm.llm_engine.step()):
+    def _to_the_end(self) -> list[Any]:
+        while not (ended := [output for output in self.llm.llm_engine.step() if output.finished]):
             pass
         self.drain()
+        return ended
 
     def drain(self) -> bool:
         """Step until no copy is in flight; False if some hang."""

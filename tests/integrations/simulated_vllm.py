@@ -80,11 +80,13 @@ class SimulatedWorker:
         self.flying: dict[int, Order] = {}
         self.sources: dict[int, list[object]] = {}
         self.loads: dict[int, str] = {}
+        self.void: set[str] = set()
         self.spoil: Callable[[Copy], bool] = lambda copy: False  # whether a copy loses a page
         self.seen: Counter[str] = Counter()
 
     def do(self, plan: Plan) -> None:
         self.loads |= plan.loads
+        self.void |= plan.void
         for order in plan.orders:
             if isinstance(order, Hurry):
                 continue
@@ -221,7 +223,9 @@ class SimulatedVllm:
             order = self.worker.flying[op]
             events.append(end := self.worker.end(op))
             if op in self.worker.loads:
-                received[self.worker.loads.pop(op)] = end.good.bit_count() == len(order.pages)  # type: ignore[union-attr]
+                name, whole = self.worker.loads.pop(op), end.good.bit_count() == len(order.pages)  # type: ignore[union-attr]
+                received[name] = whole and name not in self.worker.void
+                self.worker.void.discard(name)
         self._release(self.planner.ended(Report(events), self.now))
         for name, good in received.items():
             request = self.requests[name]  # as vLLM asserts
@@ -262,11 +266,11 @@ class SimulatedVllm:
         self.stale = False
         return True
 
-    def change(self) -> bool:
-        """Other weights, and the engine forgets its cache if it can. False: a request loads pages of the old ones."""
+    def change(self) -> None:
+        """Other weights, and the engine forgets its cache if it can."""
         self.weights += 1
         self.stale = not self.reset()
-        return self.planner.reset(str(self.weights))
+        self.planner.reset(str(self.weights))
 
     def evict(self, many: int = 1 << 20) -> None:
         for page in [*self.cached]:

@@ -129,14 +129,15 @@ class Plan:
     """What a step's worker does, and what the engine does with its blocks beside it; plain data.
 
     `orders` are carried out in this order, those that copy from the engine's blocks after the step's forward. The
-    worker reports a request of `loads` (by copy) once that copy has ended. `saves` says of which request's pages a copy
-    is, and their salt, if they have one. References to the blocks in `held` are taken now, to those in `freed` given
-    back.
+    worker reports a request of `loads` (by copy) once that copy has ended; one of `void`, as if it had failed. `salts`:
+    by copy to or from the engine, the request whose pages it moves, and their salt, if they have one. References to the
+    blocks in `held` are taken now, to those in `freed` given back.
     """
 
     orders: list[Order] = field(default_factory=list)
     loads: dict[int, str] = field(default_factory=dict)
-    saves: dict[int, tuple[Request, str]] = field(default_factory=dict)
+    void: set[str] = field(default_factory=set)
+    salts: dict[int, tuple[Request, str]] = field(default_factory=dict)
     held: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
 
@@ -183,6 +184,7 @@ class BlockPlanner:
         self._standing: dict[str, _Standing] = {}
         self._ceiling: dict[str, int] = {}  # by request: claim no more than this, in pages, since a load failed
         self._loads: dict[int, str] = {}  # copies to the engine that have not been sent
+        self._void: set[str] = set()  # requests whose loads are of no use any more, which the worker has not been told
         self._freed: list[int] = []
         # If they are told: pages that are copied to the host, by copy; those in its slots, by pool and slot.
         self._copies: dict[int, list[tuple[Page, Stored]]] = {}
@@ -262,17 +264,16 @@ class BlockPlanner:
         for request_id in {**scheduled, **offers}:
             if request_id in self._standing:
                 self._save(self._standing[request_id], scheduled.get(request_id), offers.get(request_id, ()))
-        plan = Plan(self._scheduler.take(), self._loads)
-        self._loads = {}
+        plan = Plan(self._scheduler.take(), self._loads, self._void)
+        self._loads, self._void = {}, set()
         salted = {each.lease.number: (each.request, each.salt) for each in self._standing.values() if each.salt}
         for order in plan.orders:
             if self._tells and isinstance(order, Copy) and order.target is Tier.HOST:
                 self._note(order)
-            if salted and isinstance(order, Copy) and order.source is Tier.DEVICE:
-                lease = self._scheduler.waiting_for(order.op)
-                if lease is not None and lease.number in salted:
-                    plan.saves[order.op] = salted[lease.number]
             if isinstance(order, Copy) and Tier.DEVICE in (order.source, order.target):
+                lease = self._scheduler.waiting_for(order.op) if salted else None
+                if lease is not None and lease.number in salted:
+                    plan.salts[order.op] = salted[lease.number]
                 for page in order.pages:
                     plan.held += self._blocks(page.pool, page.target if order.target is Tier.DEVICE else page.source)
         plan.freed, self._freed = self._freed, []
@@ -304,20 +305,20 @@ class BlockPlanner:
         self._ceiling.pop(request_id, None)
         self._explained.discard(request_id)
 
-    def reset(self, epoch: str) -> bool:
+    def reset(self, epoch: str) -> None:
         """Forget all that is cached, for requests from now on: their pages are named with this `epoch`, so that pages
         in storage, which other engines may share, are not found either. Requests that have pages by now save none any
-        more, as those rest on what is forgotten. False: for one of them pages are being loaded, and it will use them.
+        more, as those rest on what is forgotten; loads that have not ended are void.
         """
         self._epoch = epoch
-        loading = any(standing.lease.phase is Phase.LOADING for standing in self._standing.values())
         for request_id, standing in [*self._standing.items()]:
+            if standing.lease.phase is Phase.LOADING:
+                self._void.add(request_id)
             if standing.lease.ready or standing.lease.phase is Phase.LOADING:
                 standing.salt = None
             else:
                 self._close(request_id)
         self._scheduler.flush((Tier.HOST,))
-        return not loading
 
     def distrust(self, request_id: str) -> None:
         """Save no page of a request any more."""

@@ -72,8 +72,8 @@ SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """What a step's worker does. `idle`: the step computes nothing. `adapters`: by copy of pages that are saved, the
-    number of the adapter that computes them and the digest of its weights, if these are still loaded then."""
+    """What a step's worker does. `idle`: the step computes nothing. `adapters`: by copy to or from vLLM's blocks, the
+    number of the adapter that the pages are of and the digest of its weights, which have to be loaded then."""
 
     plan: Plan = field(default_factory=Plan)
     idle: bool = False
@@ -200,8 +200,8 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[Any]:
         return self._scheduler_side.take_events()
 
-    def reset_cache(self) -> bool:
-        return self._scheduler_side.forget()
+    def reset_cache(self) -> None:
+        self._scheduler_side.forget()
 
     # --- in either
 
@@ -251,7 +251,7 @@ class SchedulerSide:
         self._around = Around(self.forget, self.settle)
         self._digests: dict[int, str] = {}  # of adapters by their number, since the last step
         self._adapters: dict[tuple[str, str], Adapter] = {}  # by name and path
-        self._saves: dict[int, Any] = {}  # by copy: the request whose pages it saves, if it has an adapter
+        self._salted: dict[int, Any] = {}  # by copy: the request whose pages it moves, if that has an adapter
         # The cached blocks of vLLM of which some are of weights before: of an adapter, and of the model (None). When it
         # has forgotten them all, it has others.
         self._stale: dict[tuple[str, str] | None, Any] = {}
@@ -294,14 +294,11 @@ class SchedulerSide:
     def _cached(self) -> Any:
         return getattr(self.pool, "cached_block_hash_to_block", None)
 
-    def forget(self) -> bool:
-        """Name pages anew from now on, as the weights are others, or will be. False: a request loads pages from
-        before."""
-        if not hasattr(self, "planner"):
-            return True
+    def forget(self) -> None:
+        """Name pages anew from now on, as the weights are others, or will be."""
         if self._cached() is self._blocks:
             self._stale[None] = self._blocks
-        return self.planner.reset(os.urandom(16).hex())
+        self.planner.reset(os.urandom(16).hex())
 
     def plan(self, output: "SchedulerOutput") -> Orders:
         state = output.kv_connector_block_state
@@ -323,16 +320,16 @@ class SchedulerSide:
             self._held.update(plan.held)
         self._free(plan.freed)
         self._digests.clear()
-        self._saves |= {op: request for op, (request, _) in plan.saves.items()}
+        self._salted |= {op: request for op, (request, _) in plan.salts.items()}
         if not self.planner.idle():
             self._around.again()
-        adapters = {op: (cast(Any, it).lora_request.lora_int_id, salt) for op, (it, salt) in plan.saves.items()}
-        return Orders(Plan(plan.orders, plan.loads), idle=not scheduled, adapters=adapters)
+        adapters = {op: (cast(Any, it).lora_request.lora_int_id, salt) for op, (it, salt) in plan.salts.items()}
+        return Orders(Plan(plan.orders, plan.loads, plan.void), idle=not scheduled, adapters=adapters)
 
     def ended(self, report: Report) -> None:
-        for event in report.events if self._saves else ():
-            if isinstance(event, Ended) and (request := self._saves.pop(event.op, None)) and not event.good:
-                # It was computed with other weights, as may be blocks that vLLM has cached.
+        for event in report.events if self._salted else ():
+            if isinstance(event, Ended) and (request := self._salted.pop(event.op, None)) and not event.good:
+                # It is computed with other weights, as may be blocks that vLLM has cached.
                 self.planner.distrust(request.request_id)
                 self._stale[_name(request.lora_request)] = self._cached()
         self._free(self.planner.ended(report, time.monotonic()))
@@ -438,7 +435,8 @@ class WorkerSide:
         self.engine: Any = None  # vLLM's worker
         self._loads: dict[int, tuple[str, int]] = {}  # by copy: its request, and how many pages it has
         self._received, self._failed = set[str](), set[str]()  # requests whose loads have ended, or lack a page
-        self._dropped: list[Event] = []  # saves that were not made
+        self._void = set[str]()  # requests whose loads count as failed
+        self._dropped: list[Event] = []  # of copies that were not made
         self._report: Report | None = None
         self._up = True  # as last reported
 
@@ -479,13 +477,13 @@ class WorkerSide:
         for order in plan.orders:
             if isinstance(order, Copy) and order.op in plan.loads:
                 self._loads[order.op] = plan.loads[order.op], len(order.pages)
+        self._void |= plan.void
         self.worker.do([order for order in plan.orders if not self._outdated(order, orders.adapters)])
         if orders.idle:
             self.worker.wait(IDLE_WAIT_S)
 
     def _outdated(self, order: Order, adapters: Mapping[int, tuple[int, str]]) -> bool:
-        """Whether a copy is of pages that were computed with other weights of an adapter than it says. It ends at
-        once."""
+        """Whether a copy is of pages of other weights of an adapter than are loaded. It ends at once."""
         if not isinstance(order, Copy) or order.op not in adapters:
             return False
         number, digest = adapters[order.op]
@@ -496,21 +494,23 @@ class WorkerSide:
 
     def report(self) -> Report:
         """What has happened since the last report. The requests whose loads have ended are told with the next step."""
-        found = self.worker.report()
+        found, dropped = self.worker.report(), self._dropped
+        found, self._dropped = found._replace(events=[*found.events, *dropped]), []
         for event in found.events:
             if isinstance(event, Ended) and event.op in self._loads:
                 request, pages = self._loads.pop(event.op)
                 self._received.add(request)
                 if event.good.bit_count() != pages:
                     self._failed.add(request)
-        dropped, self._dropped = self._dropped, []
-        return found._replace(events=[*found.events, *dropped])
+        return found
 
     def collect(self) -> tuple[set[str], set[str]]:
         """The requests whose loads have ended, and those of them that lack a page."""
         self._report = self.report()
         (received, self._received), (failed, self._failed) = (self._received, set()), (self._failed, set())
-        return received, failed
+        void = self._void & received
+        self._void -= void
+        return received, failed | void
 
     def take_report(self) -> Report | None:
         """What is new since the last one; nothing if that is nothing."""

@@ -20,7 +20,7 @@ from kvarve.integrations.vllm_weights import weights_now
 
 log = logging.getLogger("vllm.kvarve")
 
-IDLE_S = 0.02  # between two looks at copies beside an idle engine
+IDLE_S = 0.05  # between two looks at copies beside an idle engine
 # Of vLLM's remote calls, those after which the weights are what they were.
 READS = {
     "check_health",
