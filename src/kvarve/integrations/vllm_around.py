@@ -47,7 +47,7 @@ class Around:
         self._changed, self._settle = changed, settle
         self._core = _engine_core()
         self._asleep = False
-        self._weights: list[str] | None = None
+        self._weights: list[str] | None = None  # as they were last looked at, if nothing may have changed them since
         self._idle: Callable[[], object] = _nothing
         self._due = threading.Event()
         if self._core is None:
@@ -109,13 +109,12 @@ class Around:
 
     def _called(self, method: Any = None, *_: Any) -> None:
         """Workers have done what a client asked for, which may be anything: a sum of weights that were packed for the
-        processor would not tell."""
-        if method in READS:
-            return
+        processor would not tell, nor is it worth its time between the pieces of one update."""
         if method in ("sleep", "wake_up"):
             self._asleep = method == "sleep"
-        self._weights = None
-        self._look()
+        if method not in READS:
+            self._weights = None
+            self._changed()
 
     def _look(self, *_: Any) -> None:
         """Compare the weights, unless their memory is given away: it is looked at when the engine goes on."""

@@ -27,12 +27,12 @@ def weights_now(worker: Any) -> str:
     """
     try:
         models = [worker.model_runner.get_model(), getattr(worker, "get_draft_model", lambda: None)()]
-        pieces: dict[int, torch.UntypedStorage] = {}
+        pieces: dict[tuple[str, int], torch.UntypedStorage] = {}
         for model in filter(None, models):
             for parameter in model.parameters():
                 for tensor in _plain(parameter):
                     storage = tensor.detach().untyped_storage()
-                    pieces[storage.data_ptr()] = storage
+                    pieces[str(storage.device), storage.data_ptr()] = storage
         return xxhash.xxh3_128_hexdigest(repr([*map(_sum, pieces.values())]).encode())
     except Exception:  # of a model, a quantisation or a device that is another than all known
         log.exception("kvarve cannot read the weights of the model")
