@@ -77,7 +77,7 @@ def engine() -> Engine:
         "a_method_of_a_worker_extension",
         lambda worker: None,
     ],
-    ids=str,
+    ids=lambda method: method if isinstance(method, str) else "a function",
 )
 def test_a_remote_call_may_have_changed_the_weights_whatever_it_says(engine: Engine, method: Any) -> None:
     """A sum of them would not tell: some are packed for the processor."""
