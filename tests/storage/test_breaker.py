@@ -284,10 +284,13 @@ def test_a_half_open_circuit_opens_at_the_next_failure_and_probes_back_off_furth
     assert ward.next_pause() == pytest.approx(0.1)
 
 
-def test_a_probe_reads_what_is_known_to_be_there(make_ward: Callable[..., Ward]) -> None:
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "found"])
+def test_a_probe_reads_what_is_known_to_be_there(make_ward: Callable[..., Ward], stored: bool) -> None:
     """The index may be in memory and the disk lost, so an answer from the index proves nothing."""
     ward = make_ward()
-    put(ward.storage, a=b"1")
+    put(ward.storage if stored else ward.sick, a=b"1")
+    if not stored:  # by an earlier process
+        assert ward.storage.exists(["a"]) == [True]
     ward.sick.rules = [Rule("raise", "get"), Rule("raise", "put")]
     ward.fail(3)
     assert ward.turn() is False

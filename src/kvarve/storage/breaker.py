@@ -92,7 +92,7 @@ class Breaker(Storage):
         self._probe_s = probe_first_s
         self._prober: threading.Thread | None = None
         self._wake_prober = threading.Event()
-        self._known_name: str | None = None  # an object that was there at the last proof
+        self._known_name: str | None = None  # an object that was there at the last proof, or by an answer before any
         self._usage = StorageUsage()
         self._closing: BackgroundCall[None] | None = None
         self._close_told = False  # a caller has got its result
@@ -123,7 +123,11 @@ class Breaker(Storage):
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        return self._ask("exists", len(names), lambda: self.inner.exists(names), [False] * len(names))
+        found = self._ask("exists", len(names), lambda: self.inner.exists(names), [False] * len(names))
+        if self._known_name is None and True in found:  # an index may have said so: no proof, but a page to probe with
+            with self._lock:
+                self._known_name = self._known_name or names[found.index(True)]
+        return found
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
