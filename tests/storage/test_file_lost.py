@@ -1,8 +1,10 @@
 """What a file store loses, it says: a warning for each slab, and a count in its usage, whatever file is damaged."""
 
 import errno
+import json
 import os
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ def test_entries_that_were_damaged_are_counted_and_said_once_a_slab(filled, open
     out = capsys.readouterr().out
     storage = opened(512 << 10, read_only=read_only)
     usage = storage.usage()
+    assert json.dumps(asdict(usage)), "a status is made of it"
     gone = len(NAMES) - sum(storage.exists(NAMES))
     assert usage.lost is not None and usage.objects == len(NAMES) - gone and usage.lost >= gone > 30
     assert f"none damaged; {usage.lost} objects or more lost:" in out

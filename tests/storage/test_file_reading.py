@@ -248,6 +248,46 @@ def test_a_reader_follows_a_process_that_writes(folder, opened) -> None:
     assert [right(each, names) for each in readers] == [0, 0]
 
 
+def test_a_reader_that_looks_while_the_writer_makes_the_model_follows_it_from_then_on(folder, opened) -> None:
+    folder.mkdir()
+    early = reader(opened)
+
+    class Seen(WithoutSync):
+        def rename(self, folder: Directory, old: str, new: str) -> None:
+            super().rename(folder, old, new)
+            assert new != "model.json" or early.exists(["page-0"]) == [False], "it looks before there are changes"
+
+    writer = opened(disk=Seen())
+    fill(writer, NAMES[:3])
+    assert right(early, NAMES) == 3
+    writer.close()
+    fill(opened(), NAMES[3:5])
+    assert right(early, NAMES) == 5
+
+
+def test_a_reader_of_a_model_whose_file_of_changes_is_gone_follows_the_one_that_is_made_anew(filled, opened) -> None:
+    next(filled.rglob("changes")).unlink()
+    it = reader(opened)
+    assert right(it, NAMES) == len(NAMES)
+    writer = opened()
+    fill(writer, ["more"])
+    assert writer.delete(["page-0"]) == [True]
+    assert right(it, [*NAMES, "more"]) == len(NAMES) and it.exists(["page-0"]) == [False]
+
+
+def test_what_a_reader_has_deleted_stays_so_whatever_else_changes(opened) -> None:
+    writer = opened(64 * MIB)
+    fill(writer, NAMES[:20])
+    it = reader(opened)
+    assert right(it, NAMES) == 20 and it.delete(["page-3"]) == [True]
+    for name in NAMES[20:]:
+        fill(writer, [name])
+        assert it.exists(["page-3", name]) == [False, True]
+    writer.delete(["page-3"])
+    fill(writer, ["page-3"])
+    assert it.exists(["page-3"]) == [True], "stored anew"
+
+
 def test_a_reader_that_slept_while_the_writer_began_anew_takes_no_old_entry_for_a_new_one(opened) -> None:
     """The counters of stripes begin at 0 with each first process, and may be at the same numbers again."""
     writer = opened(160 << 10, threads=1)

@@ -192,7 +192,7 @@ class _Front:
     async def _flush(self, http: Http, tiers: list[Tier], wait_s: float) -> int:
         if self._engine.broken:
             raise stopped(self._engine)
-        pages = await asyncio.shield(asyncio.wrap_future(self._engine.flushes.begin(tiers, wait_s)))
+        pages = await asyncio.wrap_future(self._engine.flushes.begin(tiers, wait_s))
         seen(http).act = f"{pages} pages of the {' and '.join(tier.name.lower() for tier in tiers)} flushed"
         return pages
 

@@ -448,6 +448,7 @@ class Folder:
         self._warned: set[str] = set()  # names of damaged models, logged once
         self._place: tuple[str, tuple[int, int] | None]  # what shows that it is in its place, None: it is not there yet
         self.number = -1
+        self._unchanged = False  # it is only read, and had no file of changes
         try:
             if make:
                 disk.make_root(directory)
@@ -505,6 +506,8 @@ class Folder:
         """Whether the path still leads to the open model and to this process's lock file in it. If the folder was moved
         away, or that file removed, the folder has to be entered anew."""
         path, identity = self._place
+        if self._unchanged and os.path.lexists(self.model.path / CHANGES):
+            return False
         return self.disk.is_there(path, identity) if identity is not None else not os.path.lexists(path)
 
     def _take(self, number: int, capacity_bytes: int | None) -> bool:
@@ -527,6 +530,7 @@ class Folder:
         try:
             file = self.disk.open(self.model, name, read_only=True)
         except FileNotFoundError:
+            self._unchanged |= name == CHANGES
             return -1
         self._files.append(file)
         return file

@@ -204,7 +204,8 @@ class Index:
             others[ours] = False
             here = rows = rows[others]
             found = found.only(others)
-        known = np.where(slab.state[here] == DUPLICATE, np.uint8(STORED), slab.state[here])
+        as_stored = (DUPLICATE, RETIRED) if self.folder.read_only else (DUPLICATE,)  # hidden: as long as it is the same
+        known = np.where(np.isin(slab.state[here], as_stored), np.uint8(STORED), slab.state[here])
         changed = (known != found.state) | (slab.generation[here] != found.generation)
         changed |= found.state >= BROKEN
         for row in rows[changed & (slab.state[here] == STORED)].tolist():
@@ -471,7 +472,7 @@ class Index:
             lost = 0
             for row in np.flatnonzero((slab.state == BROKEN) | (slab.state == DUPLICATE)).tolist():
                 if self.seize(slab, row):
-                    lost += slab.state[row] == BROKEN
+                    lost += bool(slab.state[row] == BROKEN)
                     self.drop(slab, row)
                 elif slab.state[row] == BROKEN and row not in slab.unreadable and slab.is_unreadable(row):
                     slab.unreadable.add(row)

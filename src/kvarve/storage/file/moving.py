@@ -89,7 +89,6 @@ def rescue(
                 break
             touched |= _moved(index, lock, batch)
         for slab in touched if index.limits.durable else ():
-            slab.sync(slab.file)
             slab.sync(slab.table)
     except (OSError, StorageError) as error:
         log.warning("%s: not all that is used could be moved: %s", index.folder.directory, error)
@@ -118,6 +117,8 @@ def _moved(index: Index, lock: threading.Lock, batch: Sequence[Move]) -> set[Sla
                     claimed.append(move)
         index.publish(lock)  # what was evicted is gone before it is overwritten
         copied = [move for move in claimed if _copied(*move)]
+        for slab in {move.target[0] for move in copied} if index.limits.durable else ():
+            slab.sync(slab.file)  # before its entries: an original is given up for what they say
         with lock:
             for move in copied:
                 index.move(*move)
