@@ -22,7 +22,6 @@ import kvarve.scheduler
 import kvarve.transfer.engine
 import kvarve.verify.damage
 import kvarve.verify.prover
-import kvarve.verify.requests
 import kvarve.worker
 from kvarve import boundaries
 from kvarve.cli import main

@@ -190,7 +190,7 @@ def _together(theirs: Mapping[str, str], ours: list[str], device_memory: int) ->
         extra = theirs.get(EXTRA)
         if extra is not None and extra.startswith("@"):
             try:
-                extra = Path(extra[1:]).read_text()
+                extra = Path(extra[1:]).read_text(encoding="utf-8")
             except (OSError, ValueError) as e:
                 raise ConfigError(f"{EXTRA}: {extra[1:]!r} cannot be read: {e}") from None
         found += ["--storage", storage_url(theirs[BACKEND], extra)]

@@ -47,5 +47,5 @@ def served(options: Sequence[str], folder: Path, log: Path) -> Iterator[str]:
 
 
 def last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else "its log is empty"

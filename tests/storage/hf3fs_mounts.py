@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from processes import stopped, until
 
+from kvarve.storage.mounts import mounts
+
 
 def require(tools: str, *programs: str) -> None:
     """Skip where these programs cannot run; where they have to (KVARVE_TEST_HF3FS=1, as in CI), that is a failure."""
@@ -22,7 +24,7 @@ def require(tools: str, *programs: str) -> None:
 
 
 def is_mounted(place: Path) -> bool:
-    return any(line.split()[4] == str(place) for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return any(mount.place == str(place) for mount in mounts())
 
 
 class Bindfs:

@@ -13,6 +13,7 @@ from kvarve.errors import StorageError
 from kvarve.storage import FileStorage, open_storage
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.folder import check_folder
+from kvarve.storage.mounts import mounts
 from kvarve.testing.suite import LABEL, get, put, there
 
 
@@ -135,6 +136,22 @@ def test_a_file_system_of_this_host_is_told_from_others(tmp_path):
         assert not disk.is_local(type(place)(Path("/proc"), proc, 0, (0, 0)))
     finally:
         os.close(proc)
+
+
+def test_a_mount_with_an_odd_name_is_no_obstacle(tmp_path, monkeypatch):
+    disk = Disk()
+    with disk.closing(disk.enter(tmp_path)) as place:
+        device = os.fstat(place.file).st_dev
+        monkeypatch.setattr("kvarve.storage.mounts.MOUNTS", tmp_path / "mountinfo")
+        for kind, local in ((b"ext4 /dev/sda", True), (b"nfs4 far:/away", False)):
+            lines = [
+                b"21 1 0:19 / /odd\xff\xc2\x85\x0c\\040name rw - tmpfs \xff rw",
+                b"22 1 %d:%d / /here rw shared:1 - %s rw" % (os.major(device), os.minor(device), kind),
+                b"truncated",
+            ]
+            (tmp_path / "mountinfo").write_bytes(b"\n".join(lines))
+            assert disk.is_local(place) is local
+    assert mounts()[0].place == os.fsdecode(b"/odd\xff\xc2\x85\x0c name")
 
 
 def test_where_blocks_cannot_be_allocated_a_file_is_made_long_and_not_written(tmp_path, monkeypatch):

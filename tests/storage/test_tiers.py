@@ -40,6 +40,21 @@ class TestTiers(StorageSuite):
         assert storage.settle(LONG_S)
 
 
+# --- touch
+
+
+def test_a_touch_is_a_use_in_every_tier_that_answers(make_row: MakeRow) -> None:
+    row = make_row([120, 120, 120])
+    for name in "abc":
+        for sick in row.sick:
+            put(sick.inner, **{name: page(name)})
+    row.sick[1].rules = [Rule("raise", "touch")]
+    row.storage.touch(["a"])
+    for sick in (row.sick[0], row.sick[2]):
+        assert put(sick.inner, d=page("d")) == [True]
+        assert there(sick.inner, *"abcd") == "a c d"
+
+
 # --- put
 
 

@@ -49,7 +49,7 @@ def _limits(root: Path) -> list[int]:
 def _read(path: Path) -> int:
     """A limit in bytes; 0 if there is none."""
     try:
-        text = path.read_text().strip()
+        text = path.read_text(encoding="utf-8").strip()
     except OSError:
         return 0
     return int(text) if text.isascii() and text.isdigit() else 0

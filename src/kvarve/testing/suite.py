@@ -102,6 +102,15 @@ class StorageSuite(DamageSuite):
         storage.drop()
         assert get(other, "page") == b"2"
 
+    def test_a_touch_changes_no_object(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        put(storage, a=b"1", b=b"2")
+        storage.touch(["b", "x", "a", "b"])
+        storage.touch([])
+        assert (there(storage, *"abx"), get(storage, "a"), get(storage, "b")) == ("a b", b"1", b"2")
+        with pytest.raises(ConfigError, match="cannot name an object"):
+            storage.touch(["a/b"])
+
     def test_a_larger_buffer_keeps_its_end(self, make_storage: MakeStorage) -> None:
         storage = make_storage()
         put(storage, page=b"four")
@@ -337,7 +346,7 @@ class CapacitySuite:
         assert put(storage, b=bytes(10), c=bytes(10), d=bytes(10)) == [True, True, False]
         assert there(storage, *"abcd") == "b c"
 
-    def test_a_touch_is_a_use_and_reads_nothing(self, make_small: Callable[..., Storage]) -> None:
+    def test_a_touch_is_a_use(self, make_small: Callable[..., Storage]) -> None:
         storage = make_small(3)
         for name in "abc":
             put(storage, **{name: bytes(10)})
@@ -345,8 +354,6 @@ class CapacitySuite:
         put(storage, d=bytes(10))
         put(storage, e=bytes(10))
         assert there(storage, *"abcde") == "b d e"
-        with pytest.raises(ConfigError, match="cannot name an object"):
-            storage.touch(["a/b"])
 
     def test_putting_again_is_a_use(self, make_small: Callable[..., Storage]) -> None:
         storage = make_small(3)

@@ -318,7 +318,7 @@ def digest(logits: Tensor) -> int:
 
 def resident_bytes() -> int:
     """The resident memory of this process (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run(traffic: Traffic, seconds: float, lives: int) -> None:

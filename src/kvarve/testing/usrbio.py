@@ -390,7 +390,7 @@ def _without_holes(operation: Operation, count: int) -> int:
 
 
 def _flags(fd: int) -> int:
-    (line,) = [it for it in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines() if it.startswith("flags")]
+    (line,) = [it for it in Path(f"/proc/self/fdinfo/{fd}").read_text("ascii").splitlines() if it.startswith("flags")]
     return int(line.split()[1], 8)
 
 

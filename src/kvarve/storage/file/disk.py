@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvarve.storage.mounts import mounts
+
 # Other users of the machine may not read pages of prompts.
 _FILE_MODE, _FOLDER_MODE, _PARENT_MODE = 0o600, 0o700, 0o755
 _OTHERS_MAY_WRITE = 0o022
@@ -322,19 +324,15 @@ class Disk:
         device = os.fstat(folder.file).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         try:
-            mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+            here = next((mount for mount in mounts() if mount.device == number), None)
         except OSError:
             return False
-        for words in mounts:
-            if words[2] == number:
-                kind, source = words[words.index("-") + 1 :][:2]
-                return source.startswith("/dev/") or kind in _OF_ONE_HOST
-        return False
+        return here is not None and (here.source.startswith("/dev/") or here.kind in _OF_ONE_HOST)
 
     def boot(self) -> bytes:
         """The id of this boot of this machine, in 16 bytes."""
         try:
-            return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+            return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip().replace("-", ""))
         except (OSError, ValueError):
             return os.urandom(16)  # then every opening uses the wall clock for the time it was closed
 

@@ -20,6 +20,7 @@ from kvarve.storage.hf3fs.folder import check_path, nearest_place
 from kvarve.storage.hf3fs.metadata import check_setting, open_metadata
 from kvarve.storage.hf3fs.slots import owner_of
 from kvarve.storage.hf3fs.storage import Hf3fsStorage
+from kvarve.storage.mounts import mounts
 from kvarve.storage.urls import Backend, StorageUrl
 
 log = logging.getLogger(__name__)
@@ -136,10 +137,7 @@ def _mount(library: Library, path: Path) -> str | None:
 
 def _warn_unless_3fs(settings: Settings) -> None:
     """A folder whose file system is not mounted lies on the disk below it."""
-    kinds = {}
-    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
-        before, _, behind = line.partition(" - ")
-        kinds[before.split()[4].encode().decode("unicode_escape")] = behind.split()[0]
+    kinds = {mount.place: mount.kind for mount in mounts()}
     mount = max((place for place in kinds if settings.path.is_relative_to(place)), key=len, default="/")
     if kinds.get(mount) != "fuse.hf3fs":
         log.warning("%s is not on 3FS: %s has a file system of type %s", settings.path, mount, kinds.get(mount))

@@ -54,13 +54,13 @@ class Life:
         return Shop.of(self.config) if "core" in self.config else World(config=configure(self.config), ranks=self.ranks)
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> "Life":
         """ConfigError if the file is not one that `write` has written."""
         try:
-            plain = json.loads(path.read_text())
+            plain = json.loads(path.read_text(encoding="utf-8"))
             if plain.pop("format") != FORMAT:
                 raise ConfigError(f"{path}: not a life in the format {FORMAT}")
             life = cls(**plain)
