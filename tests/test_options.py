@@ -3,6 +3,8 @@
 import ast
 import inspect
 import os
+import subprocess
+import sys
 from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -273,3 +275,22 @@ def test_a_help_promises_only_what_its_command_does(capsys: pytest.CaptureFixtur
         assert "()" not in text and "host_memory = " not in text, command
     call(real, ["verify", "--help"])
     assert "and compares all logits\nbit" not in capsys.readouterr().out
+
+
+WITHOUT = """
+from kvarve import cli, errors
+from kvarve.core.settings import CoreConfig
+from kvarve.integrations.objects import Objects
+print(cli.main(["serve"]))
+for make in (lambda: CoreConfig((), {}), lambda: Objects(None, deadline_s=1)):
+    try:
+        make()
+    except errors.ConfigError as error:
+        print(error)
+"""
+
+
+def test_without_assertions_nothing_runs() -> None:
+    ended = subprocess.run([sys.executable, "-O", "-c", WITHOUT], capture_output=True, text=True, check=True)
+    said = "kvarve does not run without its assertions: leave out -O and PYTHONOPTIMIZE\n"
+    assert (ended.stderr, ended.stdout) == (f"kvarve: {said}", "2\n" + 2 * said)

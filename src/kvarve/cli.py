@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from kvarve import __version__
 from kvarve.bench.command import bench
 from kvarve.commands import Attach, Demo, Models, Remote, Verify
-from kvarve.errors import ConfigError, KvarveError
+from kvarve.errors import ConfigError, KvarveError, require_assertions
 from kvarve.familiar import translated
 from kvarve.options import ConfigFile, call, needs, root_app
 from kvarve.server.logs import begin_log
@@ -73,6 +73,7 @@ keys = App(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; answers the exit code."""
     try:
+        require_assertions()
         words = [*(sys.argv[1:] if argv is None else argv)]
         served = next((len(chain) for chain in (["serve"], ["config", "show"]) if words[: len(chain)] == chain), 0)
         if served:

@@ -9,6 +9,12 @@ class ConfigError(KvarveError):
     """A setting, flag or argument that cannot work. Nothing has been touched yet when it is raised."""
 
 
+def require_assertions() -> None:
+    """ConfigError where Python leaves out assertions, by which the cache ends before it gives wrong bytes."""
+    if not __debug__:
+        raise ConfigError("kvarve does not run without its assertions: leave out -O and PYTHONOPTIMIZE")
+
+
 class TooLong(ConfigError):
     """A prompt that does not fit, together with the tokens of its answer."""
 

@@ -5,7 +5,7 @@ from math import ceil
 
 from kvarve.core.extents import Cut
 from kvarve.core.policies import Policies
-from kvarve.errors import ConfigError
+from kvarve.errors import ConfigError, require_assertions
 from kvarve.model import MEMORY_TIERS, PoolSpec, Tier
 
 LOAD_DEADLINE_S = 30.0  # how long a copy to the device is waited for that makes no progress
@@ -45,6 +45,7 @@ class CoreConfig:
     offload_horizon_bytes: int = 0  # stored between two checks of that; 0: `HORIZON_HOSTS` times the host
 
     def __post_init__(self) -> None:
+        require_assertions()
         if min(self.backup_bytes, self.store_bytes) < 0:
             raise ConfigError("a copy cannot have less than no bytes")
         if self.offload_horizon_bytes < 0:

@@ -23,7 +23,7 @@ from functools import cached_property, partial
 from typing import Generic, TypeVar
 
 from kvarve.background import Abandoned, BackgroundCall
-from kvarve.errors import StorageError
+from kvarve.errors import StorageError, require_assertions
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes, whole
 from kvarve.memory.seals import CHECKSUM, Seal
@@ -147,6 +147,7 @@ class Objects:
 
         ConfigError and StorageError of opening it, if they come in time.
         """
+        require_assertions()
         assert deadline_s > 0
         self.deadline_s = deadline_s
         self.counts: Counter[str] = Counter()
