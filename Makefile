@@ -8,7 +8,7 @@ UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
 # uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run run-vllm test test-all test-engines lock-engines lint wheel soak soak-engine mutants docs pictures bench train lock clean
+.PHONY: setup run run-vllm test test-all test-engines test-engine-vllm test-engine-sglang lock-engines lint wheel soak soak-engine mutants docs pictures bench train lock clean
 
 setup: .venv/ready
 
@@ -36,10 +36,11 @@ test: setup
 	.venv/bin/mypy
 	.venv/bin/python -m pytest --numprocesses 3 --dist loadfile
 
-# With the long tests: every family, every place to cut the power, ...; test-NAME runs all tests in tests/NAME and all files
-# test_NAME*.py, for example test-storage, test-hf3fs.
+# With the long tests (every family, every place to cut the power, ...), long lives, a sample of the mutants and the engines:
+# hours, part by part, to be gone on with where it was cut off; out/test-all.json says how they ended. PART=engines runs some.
+# test-NAME runs all tests in tests/NAME and all files test_NAME*.py, for example test-storage, test-hf3fs.
 test-all: setup
-	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile
+	.venv/bin/python tools/test_all.py $(addprefix --part ,$(PART))
 
 # kvarve inside of vLLM and of SGLang on this CPU, each in a venv of its own, by whose Python its tests are run: the short
 # form, in minutes; make test-engines ENGINE_ARGS="-m ''" runs all. vLLM's wheel brings a torchvision for CUDA, one import of
@@ -47,8 +48,12 @@ test-all: setup
 # has installed may be uv's own.) SGLang's requirements want CUDA, so its lock has what is needed of them.
 ENGINE_ARGS ?=
 ENGINE_TESTS = -m pytest -W ignore --confcutdir tests/engines --numprocesses 2 $(ENGINE_ARGS)
-test-engines: .venv-vllm/ready .venv-sglang/ready
+test-engines: test-engine-vllm test-engine-sglang
+
+test-engine-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python $(ENGINE_TESTS) tests/engines --ignore tests/engines/hicache
+
+test-engine-sglang: .venv-sglang/ready
 	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/hicache
 
 .venv-%/ready: tests/engines/%.lock pyproject.toml Makefile | setup

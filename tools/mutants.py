@@ -16,6 +16,7 @@ mutant_plugin.py): the same examples from Hypothesis, the same hashes.
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -228,6 +229,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="only say what there is, and whether it fits the code")
+    parser.add_argument("--sample", type=int, metavar="N", help="so many of them, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="NAME", help="this one; may be given several times")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: all cores)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there too")
@@ -240,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := set(args.only or ()) - {mutant.name for mutant in mutants}:
             raise Trouble(f"no mutant is called {', '.join(sorted(unknown))}")
         mutants = [mutant for mutant in mutants if not args.only or mutant.name in args.only]
+        if args.sample is not None:
+            mutants = random.Random(args.seed).sample(mutants, min(args.sample, len(mutants)))
         if args.list:
             for mutant in mutants:
                 problem = misfit(mutant)
