@@ -30,7 +30,7 @@ from kvarve.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, Damaged, check_owner, check_settings
 from kvarve.storage.file.clock import CLOCK
 from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection
-from kvarve.storage.file.header import FORMAT, HEADER_BYTES, read_header
+from kvarve.storage.file.header import FORMAT, HEADER_BYTES, Header, owner_of, read_header
 from kvarve.storage.file.marker import MARKER, MARKER_BYTES, format_in, written
 from kvarve.storage.file.processes import (
     PROCESSES,
@@ -262,20 +262,25 @@ def _has_tables(disk: Disk, root: Directory) -> bool:
     with suppress(FileNotFoundError, NotOurs), disk.closing(disk.enter_below(root, _MODELS)) as models:
         for name in filter(_MODEL_NAME.fullmatch, disk.entries(models)):
             with suppress(OSError), disk.closing(disk.enter_below(models, name)) as folder:
-                if any(_is_table(disk, folder, each) for each in disk.files(folder) if each.endswith(TABLE)):
+                if next(_headers(disk, folder), None) is not None:
                     return True
     return False
 
 
-def _is_table(disk: Disk, folder: Directory, name: str) -> bool:
-    with suppress(OSError):
-        file = disk.open(folder, name, read_only=True)
-        try:
-            places = (0, disk.size(file) - HEADER_BYTES)
-            return any(at >= 0 and read_header(disk.peek(file, HEADER_BYTES, at)) is not None for at in places)
-        finally:
-            disk.close(file)
-    return False
+def _headers(disk: Disk, folder: Directory) -> Iterator[Header]:
+    """The intact headers of a model's tables, one of each table that has any."""
+    for name in disk.files(folder):
+        if name.endswith(TABLE) and slab_file(name):
+            with suppress(OSError):
+                file = disk.open(folder, name, read_only=True)
+                try:
+                    places = (0, disk.size(file) - HEADER_BYTES)
+                    read = (read_header(disk.peek(file, HEADER_BYTES, at)) for at in places if at >= 0)
+                    found = next(filter(None, read), None)
+                finally:
+                    disk.close(file)
+                if found is not None:
+                    yield found
 
 
 def _check_processes(disk: Disk, models: Directory, capacity_bytes: int | None, shared: bool) -> None:
@@ -329,6 +334,9 @@ def _owner_of(disk: Disk, folder: Directory) -> tuple[bytes, str]:
     label = bytes.fromhex(content["label"])
     if model_name(label) != folder.path.name or len(label) > LABEL_MAX_BYTES:
         raise Damaged(f"{folder.path / _MODEL} is damaged (its label is that of another folder): {what_to_do}")
+    owner, owners = owner_of(label), (header.owner for header in _headers(disk, folder))
+    if next(owners, owner) != owner and owner not in owners:
+        raise Damaged(f"{folder.path / _MODEL} is damaged (its label is not that of its slabs): {what_to_do}")
     return label, "".join(
         each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in content["description"]
     )

@@ -28,12 +28,13 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
+from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.index import Index, Limits
 from kvarve.storage.file.moving import rescue
 from kvarve.storage.file.orders import LastUse
 from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, Slab, unlink
-from kvarve.storage.file.table import STORED, owner_of, times
+from kvarve.storage.file.table import STORED, times
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from kvarve.storage.file.changes import Changes
 from kvarve.storage.file.clock import CLOCK, Clock
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.folder import CHANGES, Folder, slab_name, slab_numbers
+from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.orders import ORDERS
 from kvarve.storage.file.put import Put
 from kvarve.storage.file.slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink
@@ -33,7 +34,6 @@ from kvarve.storage.file.table import (
     STORED,
     Columns,
     Rows,
-    owner_of,
     times,
 )
 

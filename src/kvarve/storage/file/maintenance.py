@@ -32,10 +32,11 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
+from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of
 from kvarve.storage.file.storage import FileStorage
-from kvarve.storage.file.table import BROKEN, STORED, owner_of, times
+from kvarve.storage.file.table import BROKEN, STORED, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
 _LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing
