@@ -20,6 +20,7 @@ from kvarve.storage.file.disk import Directory, Disk, NotOurs
 from kvarve.storage.file.folder import (
     Folder,
     Medium,
+    bytes_of_damaged,
     bytes_of_model,
     check_folder,
     checked_path,
@@ -97,6 +98,7 @@ def contents(directory: str | os.PathLike[str]) -> Contents:
                 in_use = is_in_use(disk, folder)
             found.append(Model(model.label, model.description, folder.path, size_bytes, in_use, ago_s))
             total += size_bytes
+        total += bytes_of_damaged(disk, folders, damaged)
     return Contents(found, total, [*problems, *damaged.values()])
 
 
