@@ -111,6 +111,25 @@ def test_a_model_that_is_hidden_is_said_and_takes_its_room(filled, opened, caplo
         assert total(model.parents[1]) <= before + (64 << 10) and any(other.exists([f"other-{i}" for i in range(60)]))
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("gone", [1, 9])
+def test_slots_without_a_table_are_said_unless_a_cut_may_have_left_them(
+    filled, opened, caplog, capsys, gone, read_only
+) -> None:
+    folder, said = filled[0].parents[2], "slots have no table (slab-000000"
+    for table in filled[:gone]:
+        table.unlink()
+    assert main(["storage", "verify", str(folder)]) == 1
+    assert said in capsys.readouterr().out
+    opened(512 << 10, read_only=read_only).close()
+    assert warned(caplog.text, said) == 1
+    if not read_only:
+        filled[0].with_suffix("").write_bytes(bytes(20_000))
+        assert main(["storage", "verify", str(folder)]) == 0
+        opened(512 << 10)
+        assert warned(caplog.text, said) == 1, "as a slab is left that is being made"
+
+
 class Unreadable(WithoutSync):
     """The first entry of each table is on a bad sector."""
 

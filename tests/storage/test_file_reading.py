@@ -353,6 +353,19 @@ def test_a_readers_folder_is_read_anew_when_it_was_replaced_and_trouble_while_it
     assert right(it, NAMES) == 3
 
 
+def test_what_another_model_evicts_of_a_model_that_is_only_read_is_no_loss(filled, opened) -> None:
+    it = reader(opened)
+    assert all(it.exists(NAMES))
+    opened(160 << 10, OTHER_LABEL, "model B").close()
+    left = {name for name in NAMES if get(it, name) is not None}
+    assert 0 < len(left) == right(it, NAMES) < len(NAMES)
+    assert it.usage().lost == 0
+    for table in (filled / "models" / LABEL.hex()[:16]).glob("*.table"):
+        table.with_suffix("").unlink()
+    assert [get(it, name) for name in NAMES] == [None] * len(NAMES)
+    assert it.usage().lost == len(left), "but what is taken from outside is"
+
+
 def test_another_models_pages_are_not_a_readers(filled, opened) -> None:
     assert right(opened(0, OTHER_LABEL, "model B", disk=Untouched(), read_only=True), NAMES) == 0
     with pytest.raises(StorageError, match="written by another model"):

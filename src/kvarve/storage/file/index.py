@@ -24,7 +24,7 @@ from kvarve.storage.file.folder import CHANGES, Folder, slab_name, slab_numbers
 from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.orders import ORDERS
 from kvarve.storage.file.put import Put
-from kvarve.storage.file.slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink
+from kvarve.storage.file.slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink, without_tables
 from kvarve.storage.file.table import (
     BROKEN,
     DUPLICATE,
@@ -608,6 +608,8 @@ class Index:
         """Tell which slabs are found on disk, as no other process has the store open. `repair`: and remove slots
         without a table, which are left if a process dies while it makes or removes a slab."""
         found, folder = {}, self.folder.model
+        if repair:
+            self._say_without_tables()
         for number, whole in slab_numbers(self.disk, folder).items():
             slab = self._found(number, whole=whole, repair=repair)
             if slab is not None:
@@ -621,12 +623,18 @@ class Index:
         """Take in all slabs found on disk, to be read alone; what a process changes from now on is taken over later."""
         numbers = slab_numbers(self.disk, self.folder.model)
         self.changes.pass_over(numbers)
+        self._say_without_tables()
         for number, whole in numbers.items():
             slab = self._found(number, whole=whole, repair=False)
             if slab is not None:
                 self.slabs[number] = slab
                 self._read(slab, 0, slab.shape.slots)
                 self._say_lost(slab, int((slab.state == BROKEN).sum()))
+
+    def _say_without_tables(self) -> None:
+        with suppress(OSError):
+            if told := without_tables(self.disk, self.folder.model):
+                log.warning("%s", told)
 
     def _found(self, number: int, *, whole: bool, repair: bool) -> Slab | None:
         """A slab on disk; None, and it is said, if it cannot be used."""

@@ -35,7 +35,7 @@ from kvarve.storage.file.folder import (
 )
 from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.processes import is_in_use
-from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of
+from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of, without_tables
 from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.file.table import BROKEN, STORED, times
 
@@ -132,6 +132,8 @@ class Inspection:
                 self.lost.append(f"{folder.path / slab_name(number)} cannot be read: {why.strerror}")
             else:
                 self._take(slab)
+        if not is_in_use(disk, folder) and (told := without_tables(disk, folder)):
+            self.lost.append(told)
 
     def _take(self, slab: Slab) -> None:
         for look in range(_LOOKS):

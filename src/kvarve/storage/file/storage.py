@@ -572,7 +572,8 @@ class FileStorage(Storage):
             with self._lock:
                 for slab in removed:
                     if self._index.slabs.get(slab.number) is slab:
-                        self._index.lost += int((slab.state == STORED).sum())
+                        # Another model's process has evicted it, and told no reader.
+                        self._index.lost += 0 if slab.is_removed() else int((slab.state == STORED).sum())
                         self._index.forget(slab)
             return
         with suppress(OSError, StorageError), self._changing():
