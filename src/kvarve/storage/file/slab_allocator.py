@@ -331,9 +331,8 @@ class SlabAllocator:
         in the place of those that `keep` names."""
         if offer.slab is not None:
             return bool(self._lock_and_move([offer.slab], keep, _MOVING_NS)) and self.remove(offer.slab, why)
-        self._idle_models.remove(offer, why)
         self._full_until.clear()
-        return True
+        return self._idle_models.remove(offer, why)
 
     def _lock_and_move(self, slabs: Iterable[Slab], keep: Set[int], most_ns: int) -> list[Slab]:
         """Lock slabs that are to be removed, and move their hottest objects to others for a while. Those that could be
