@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, Open, WithoutSync, everything
+from file_disks import MIB, Clockwork, Open, WithoutSync, everything
 from test_crashes import intact, pages, store
 
 from kvarve.cli import main
@@ -364,6 +364,36 @@ def test_what_another_model_evicts_of_a_model_that_is_only_read_is_no_loss(fille
         table.with_suffix("").unlink()
     assert [get(it, name) for name in NAMES] == [None] * len(NAMES)
     assert it.usage().lost == len(left), "but what is taken from outside is"
+
+
+@pytest.mark.parametrize(
+    ("when", "read_only"),
+    [("at its opening", True), ("at its opening", False), ("later", True), ("later", False), ("alone", True)],
+)
+def test_slabs_that_could_not_be_opened_are_tried_again_by_lookups(opened, when, read_only) -> None:
+    """A process that has no file descriptors left for a moment."""
+
+    class Without(Clockwork):
+        descriptors = True
+
+        def open(self, folder: Directory, name: str, **how: bool) -> int:
+            if name.startswith("slab") and not self.descriptors:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().open(folder, name, **how)
+
+    disk, storage = Without(), opened()
+    if when == "later":
+        it = opened(disk=disk, read_only=read_only)
+    fill(storage, NAMES)
+    disk.descriptors = False
+    if when == "alone":
+        storage.close()
+    if when != "later":
+        it = opened(disk=disk, read_only=read_only)
+    assert it.exists(NAMES) == [False] * len(NAMES)
+    disk.descriptors = True
+    disk.elapse(2)
+    assert right(it, NAMES) == len(NAMES)
 
 
 def test_another_models_pages_are_not_a_readers(filled, opened) -> None:

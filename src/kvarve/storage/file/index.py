@@ -102,6 +102,7 @@ class Index:
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self.failed: dict[int, Slab] = {}  # by identity: a sync failed, so they are not used, and wait to be removed
         self._unopened: set[int] = set()  # numbers of slabs that could not be opened
+        self._tried_ns = 0  # when they were tried last
         self._last_tick = 0
 
     # --- lookup
@@ -151,7 +152,9 @@ class Index:
     # --- reading the tables
 
     def refresh(self) -> None:
-        """Take over what other processes have changed."""
+        """Take over what other processes have changed. Slabs that could not be opened are tried again now and then."""
+        if self._unopened and self.disk.since_boot_ns() - self._tried_ns > SECOND_NS:
+            self.look_again()
         unopened = []
         for changed in self.changes.look():
             slab = self.slabs.get(changed.number)
@@ -175,7 +178,9 @@ class Index:
                         self.say_damaged(changed.number, why)
                 except OSError:
                     unopened.append(changed.number)
-        self._unopened.update(unopened)
+        if unopened:
+            self._unopened.update(unopened)
+            self._tried_ns = self.disk.since_boot_ns()
 
     def look_again(self) -> None:
         """Have the next refresh try slabs again that could not be opened."""
@@ -645,6 +650,7 @@ class Index:
                 self.say_damaged(number, why)
         except OSError as error:
             self.lost += 1
+            self._unopened.add(number)
             log.warning("%s is not used: %s", self.folder.model.path / slab_name(number), error)
         return None
 
