@@ -366,6 +366,25 @@ def test_what_another_model_evicts_of_a_model_that_is_only_read_is_no_loss(fille
     assert it.usage().lost == len(left), "but what is taken from outside is"
 
 
+def test_what_was_lost_stays_counted_once_when_the_file_system_becomes_read_only_and_back(filled, opened) -> None:
+    tables = sorted(filled.rglob("*.table"))
+    for table, places in zip(tables, ([10, -246], [256 * i + 40 for i in range(1, 6)]), strict=False):
+        raw = bytearray(table.read_bytes())
+        for at in places:
+            raw[at] ^= 1
+        table.write_bytes(raw)
+    disk = Refusing()
+    disk.refuses = True
+    storage = opened(disk=disk)
+    counted = storage.usage().lost
+    assert counted == len(NAMES) - right(storage, NAMES) > 5
+    for refuses in (False, True, False):
+        disk.refuses = refuses
+        put(storage, more=data("more"))
+        usage = storage.usage()
+        assert (usage.read_only, usage.lost) == (refuses, counted)
+
+
 @pytest.mark.parametrize(
     ("when", "read_only"),
     [("at its opening", True), ("at its opening", False), ("later", True), ("later", False), ("alone", True)],

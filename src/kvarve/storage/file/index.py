@@ -313,6 +313,12 @@ class Index:
         self._let_go(slab, [row for row in self._dirty.pop(slab, ()) if slab.state[row] != RESERVED])
         self._unclear.discard(slab)
 
+    def count_on(self, left: "Index") -> None:
+        """Go on with the counts of the index that this one replaces. What it has found lost may be the same again."""
+        self.lost = max(self.lost, left.lost)
+        self.damaged += left.damaged
+        self.evicted += left.evicted
+
     def close(self) -> None:
         """Drop all references to slabs, so that their files close once the last read has ended."""
         for slab in [*self.slabs.values()]:

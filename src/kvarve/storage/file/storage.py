@@ -127,6 +127,8 @@ class FileStorage(Storage):
 
     def _use(self, folder: Folder, index: Index, allocator: SlabAllocator, *, reading: bool) -> None:
         with self._lock:
+            if self._open:
+                index.count_on(self._index)
             self._folder, self._index, self._allocator, self._reading = folder, index, allocator, reading
 
     def _enter_to_write(self, *, make: bool) -> None:
