@@ -149,7 +149,8 @@ def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
         )
         text = f"{model.description} ({_short(model)}): {_many(read, 'object')} read, "
         text += f"{len(damaged):,} damaged: a server that reads one drops it" if damaged else "none damaged"
-        out.say(text + (f"; {_many(lost_objects, 'object')} or more lost:" if lost else ""))
+        count = f"{_many(lost_objects, 'object')} or more" if lost_objects else "perhaps some"
+        out.say(text + (f"; {count} lost:" if lost else ""))
         for name, why in [*whys.items()][:_SHOWN]:
             out.say(f"  {name}: {why}")
         if len(whys) > _SHOWN:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,25 @@ def test_files_of_users_in_a_models_own_folder_survive_it(opened, folder):
     storage.close()
     live(opened, folder)
     assert everything(*mine) == before
+
+
+@pytest.mark.parametrize("kind", ["slab-*.table", "slab-??????", "slab-*"])
+def test_slabs_of_an_idle_model_that_have_a_second_name_hinder_no_other_model(opened, folder, tmp_path, kind):
+    """A backup, as `cp -l` makes it."""
+    storage = opened(CAPACITY)
+    use_up(storage, 0)
+    storage.close()
+    mine = tmp_path / "backup"
+    mine.mkdir()
+    for path in (folder / "models").glob(f"*/{kind}"):
+        os.link(path, mine / path.name)
+    before = {path.name: path.read_bytes() for path in mine.iterdir()}
+    assert before
+    other = opened(CAPACITY // 2, OTHER_LABEL, "model B")
+    for i in range(80):
+        put(other, **{f"page-{i}": bytes(4096)})
+    other.close()
+    assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
 
 
 def test_the_folder_of_a_model_that_is_dropped_stays_with_what_is_not_ours(opened, folder, caplog):

@@ -26,13 +26,13 @@ from kvarve.storage.file.folder import (
     model_name,
     slab_file,
 )
+from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.processes import process_number
 from kvarve.storage.file.table import (
     ENTRY_BYTES,
     STORED,
     Columns,
     Shape,
-    owner_of,
     pack_header,
     read_entries,
     unpack_header,

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, Clockwork, Open, Rigged, WithoutSync, file_name, table_path, trouble
+from file_disks import MIB, Clockwork, Open, Rigged, WithoutSync, file_name, table_path, total, trouble
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.table import ENTRY_BYTES
-from kvarve.testing.suite import get, put
+from kvarve.testing.suite import OTHER_LABEL, get, put
 
 NAMES = [f"page-{i}" for i in range(60)]
 
@@ -90,6 +90,44 @@ def test_a_slab_that_is_damaged_while_others_have_the_store_open_is_said_by_the_
     other = opened(512 << 10)
     assert (storage.usage().lost, other.usage().lost) == (0, len(NAMES) - sum(other.exists(NAMES)))
     assert other.usage().lost and warned(caplog.text, "is damaged and not used") == 1
+
+
+@pytest.mark.parametrize("harm", ["no name", "a mode"])
+def test_a_model_that_is_hidden_is_said_and_takes_its_room(filled, opened, caplog, capsys, harm) -> None:
+    model = filled[0].parent
+    (model / "model.json").unlink() if harm == "no name" else model.chmod(0o770)
+    before = total(model)
+    folder = str(model.parents[1])
+    assert main(["storage", "verify", folder, "--json", "-"]) == 1
+    (damage,) = json.loads(capsys.readouterr().out)["damaged"]
+    assert ("model.json is missing" if harm == "no name" else "may be written to by others") in damage
+    assert main(["storage", "stat", folder, "--json", "-"]) == 0
+    assert (json.loads(capsys.readouterr().out)["bytes"] >= before) is (harm == "no name")
+    other = opened(before + (64 << 10), OTHER_LABEL, "model B")
+    for i in range(60):
+        put(other, **{f"other-{i}": bytes(4096)})
+    assert warned(caplog.text, damage) == 1
+    if harm == "no name":
+        assert total(model.parents[1]) <= before + (64 << 10) and any(other.exists([f"other-{i}" for i in range(60)]))
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("gone", [1, 9])
+def test_slots_without_a_table_are_said_unless_a_cut_may_have_left_them(
+    filled, opened, caplog, capsys, gone, read_only
+) -> None:
+    folder, said = filled[0].parents[2], "slots have no table (slab-000000"
+    for table in filled[:gone]:
+        table.unlink()
+    assert main(["storage", "verify", str(folder)]) == 1
+    assert said in capsys.readouterr().out
+    opened(512 << 10, read_only=read_only).close()
+    assert warned(caplog.text, said) == 1
+    if not read_only:
+        filled[0].with_suffix("").write_bytes(bytes(20_000))
+        assert main(["storage", "verify", str(folder)]) == 0
+        opened(512 << 10)
+        assert warned(caplog.text, said) == 1, "as a slab is left that is being made"
 
 
 class Unreadable(WithoutSync):

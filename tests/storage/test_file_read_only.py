@@ -310,6 +310,19 @@ def test_a_damaged_model_is_whole_again_when_it_is_opened_with_all_that_it_had(s
     assert json.loads(path.read_text()) == {"label": LABEL.hex(), "description": "model A"}
 
 
+def test_a_flipped_bit_in_the_label_of_a_model_is_damage_and_costs_nothing(store_of_two, capsys):
+    path, label = store_of_two / "models" / MODEL / "model.json", LABEL.hex()
+    path.write_text(path.read_text().replace(label, label[:40] + f"{int(label[40], 16) ^ 1:x}" + label[41:]))
+    for does, code in (("stat", 0), ("gc", 0), ("verify", 1)):
+        assert main(["storage", does, str(store_of_two)]) == code
+    assert "model.json is damaged (its label is not that of its slabs)" in " ".join(capsys.readouterr().out.split())
+    for read_only in (True, False):
+        storage = FileStorage(store_of_two, MIB, LABEL, "model A", disk=Quick(), read_only=read_only)
+        assert intact(storage, pages("full", *range(12))) == set(pages("full", *range(12)))
+        storage.close()
+    assert json.loads(path.read_text()) == {"label": label, "description": "model A"}
+
+
 @pytest.mark.parametrize("what", ["folder", "pipe", "link"])
 def test_a_models_name_that_is_no_file_is_refused_in_one_line(store_of_two, tmp_path, what):
     path = store_of_two / "models" / MODEL / "model.json"

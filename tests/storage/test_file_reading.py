@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from file_disks import MIB, Open, WithoutSync, everything
+from file_disks import MIB, Clockwork, Open, WithoutSync, everything
 from test_crashes import intact, pages, store
 
 from kvarve.cli import main
@@ -351,6 +351,68 @@ def test_a_readers_folder_is_read_anew_when_it_was_replaced_and_trouble_while_it
     fill(storage, NAMES[:3])
     storage.close()
     assert right(it, NAMES) == 3
+
+
+def test_what_another_model_evicts_of_a_model_that_is_only_read_is_no_loss(filled, opened) -> None:
+    it = reader(opened)
+    assert all(it.exists(NAMES))
+    opened(160 << 10, OTHER_LABEL, "model B").close()
+    left = {name for name in NAMES if get(it, name) is not None}
+    assert 0 < len(left) == right(it, NAMES) < len(NAMES)
+    assert it.usage().lost == 0
+    for table in (filled / "models" / LABEL.hex()[:16]).glob("*.table"):
+        table.with_suffix("").unlink()
+    assert [get(it, name) for name in NAMES] == [None] * len(NAMES)
+    assert it.usage().lost == len(left), "but what is taken from outside is"
+
+
+def test_what_was_lost_stays_counted_once_when_the_file_system_becomes_read_only_and_back(filled, opened) -> None:
+    tables = sorted(filled.rglob("*.table"))
+    for table, places in zip(tables, ([10, -246], [256 * i + 40 for i in range(1, 6)]), strict=False):
+        raw = bytearray(table.read_bytes())
+        for at in places:
+            raw[at] ^= 1
+        table.write_bytes(raw)
+    disk = Refusing()
+    disk.refuses = True
+    storage = opened(disk=disk)
+    counted = storage.usage().lost
+    assert counted == len(NAMES) - right(storage, NAMES) > 5
+    for refuses in (False, True, False):
+        disk.refuses = refuses
+        put(storage, more=data("more"))
+        usage = storage.usage()
+        assert (usage.read_only, usage.lost) == (refuses, counted)
+
+
+@pytest.mark.parametrize(
+    ("when", "read_only"),
+    [("at its opening", True), ("at its opening", False), ("later", True), ("later", False), ("alone", True)],
+)
+def test_slabs_that_could_not_be_opened_are_tried_again_by_lookups(opened, when, read_only) -> None:
+    """A process that has no file descriptors left for a moment."""
+
+    class Without(Clockwork):
+        descriptors = True
+
+        def open(self, folder: Directory, name: str, **how: bool) -> int:
+            if name.startswith("slab") and not self.descriptors:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().open(folder, name, **how)
+
+    disk, storage = Without(), opened()
+    if when == "later":
+        it = opened(disk=disk, read_only=read_only)
+    fill(storage, NAMES)
+    disk.descriptors = False
+    if when == "alone":
+        storage.close()
+    if when != "later":
+        it = opened(disk=disk, read_only=read_only)
+    assert it.exists(NAMES) == [False] * len(NAMES)
+    disk.descriptors = True
+    disk.elapse(2)
+    assert right(it, NAMES) == len(NAMES)
 
 
 def test_another_models_pages_are_not_a_readers(filled, opened) -> None:

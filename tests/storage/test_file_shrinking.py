@@ -1,5 +1,6 @@
 """A store that is opened with less capacity, or that gives up a slab, keeps what was used last, wherever it lay."""
 
+import errno
 import itertools
 import shutil
 from pathlib import Path
@@ -92,6 +93,39 @@ def test_a_store_that_becomes_smaller_than_one_of_its_slabs_keeps_its_hottest_ob
     use(storage, disk, hot)
     least = min(slab.shape.bytes for slab in storage._index.slabs.values())
     storage.close()
+    storage = opened(least // 2 + (20 << 10), disk=disk)
+    assert total(folder) <= least // 2 + (20 << 10)
+    assert kept(storage, hot) == 4
+
+
+@pytest.mark.parametrize("full", ["beyond the reserve", "wholly"])
+def test_on_a_full_disk_too_its_hottest_objects_are_kept(opened, folder, full):
+    """The room for them is that of the coldest slab."""
+
+    class Full(Clockwork):
+        free_bytes = 1 << 40
+
+        def space(self, folder):
+            return self.free_bytes, 1 << 40
+
+        def allocate(self, file, size_bytes):
+            if size_bytes > self.free_bytes:
+                raise trouble(errno.ENOSPC)
+            super().allocate(file, size_bytes)
+
+        def truncate(self, folder, name):
+            self.free_bytes += super().look(folder, name).st_size
+            super().truncate(folder, name)
+
+    disk = Full()
+    storage = opened(WIDE, disk=disk)
+    there_now = filled(storage, disk, 200) + ["large"]
+    assert put(storage, large=bytes(20_000)) == [True]
+    hot = there_now[:: len(there_now) // 4][:4]
+    use(storage, disk, [*hot, "large"])
+    least = min(slab.shape.bytes for slab in storage._index.slabs.values())
+    storage.close()
+    disk.free_bytes = 100 * MIB if full == "beyond the reserve" else 0
     storage = opened(least // 2 + (20 << 10), disk=disk)
     assert total(folder) <= least // 2 + (20 << 10)
     assert kept(storage, hot) == 4

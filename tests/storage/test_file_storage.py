@@ -113,6 +113,7 @@ def test_a_model_whose_label_only_begins_alike_is_refused(opened, folder):
     told = refusal_of(folder, b"12345678 two")
     for part in (str(folder), "another model or format", "model A", "model B", "give another one or empty this one"):
         assert part in told
+    assert b"8 one".hex()[:-2] in told and b"8 two".hex()[:-2] in told, "what tells them apart"
 
 
 def test_a_folder_with_other_peoples_files_is_refused(folder):

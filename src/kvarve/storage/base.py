@@ -1,5 +1,7 @@
 """What every storage backend promises. Names and bytes only: nothing here knows what a page, tensor or model is."""
 
+import itertools
+import operator
 import re
 import time
 from collections import OrderedDict
@@ -234,7 +236,9 @@ def check_settings(capacity_bytes: int, label: bytes) -> None:
 def check_owner(where: str, found: tuple[bytes, str], wanted: tuple[bytes, str]) -> None:
     """Raise StorageError unless both (label, description) carry the same label."""
     if found[0] != wanted[0]:
-        theirs, ours = (f"{description!r} (label {label.hex()[:12]})" for label, description in (found, wanted))
+        alike = sum(itertools.takewhile(bool, map(operator.eq, found[0], wanted[0])))
+        shown = max(12, 2 * alike + 4)  # where they differ, too
+        theirs, ours = (f"{description!r} (label {label.hex()[:shown]})" for label, description in (found, wanted))
         raise StorageError(
             f"{where} was written by another model or format: it holds {theirs}, this is {ours}; "
             f"give another one or empty this one"

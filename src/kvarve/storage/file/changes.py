@@ -79,6 +79,7 @@ class Changes:
     def look_again(self, numbers: Iterable[int]) -> None:
         """Have the next look return these slabs again."""
         for number in numbers:
+            self._grow(number + 1)
             self._seen[number + 1, 0], self._head = _STALE, None
 
     def tells(self, number: int, identity: int) -> bool:

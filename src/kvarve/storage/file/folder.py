@@ -11,7 +11,8 @@ models/<16 hex of the label>/   one model's objects
     slab-000007.table           which object each slot holds
 
 Entries with another name, or not ours by `disk.objection`, are left alone and not counted. A model is a folder of such
-a name with a `model.json` whose label begins with it.
+a name with a `model.json` whose label begins with it, and is that of its slabs. Any other one of such a name that has
+slabs is a damaged model: it counts, and inspection and a warning say that it is there.
 """
 
 import errno
@@ -20,7 +21,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from kvarve.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, Damaged, check_owner, check_settings
 from kvarve.storage.file.clock import CLOCK
 from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection
-from kvarve.storage.file.header import FORMAT, HEADER_BYTES, read_header
+from kvarve.storage.file.header import FORMAT, HEADER_BYTES, Header, owner_of, read_header
 from kvarve.storage.file.marker import MARKER, MARKER_BYTES, format_in, written
 from kvarve.storage.file.processes import (
     PROCESSES,
@@ -125,6 +126,15 @@ def files_of_model(disk: Disk, folder: Directory) -> dict[str, os.stat_result]:
 
 def bytes_of_model(disk: Disk, folder: Directory) -> int:
     return sum(it.st_size for it in files_of_model(disk, folder).values())
+
+
+def bytes_of_damaged(disk: Disk, models: Directory, names: Iterable[str]) -> int:
+    """The size of models that cannot be identified, as far as their folders can be read."""
+    total = 0
+    for name in names:
+        with suppress(OSError), disk.closing(disk.enter_below(models, name)) as folder:
+            total += bytes_of_model(disk, folder)
+    return total
 
 
 def root_bytes(disk: Disk, root: Directory) -> int:
@@ -262,20 +272,25 @@ def _has_tables(disk: Disk, root: Directory) -> bool:
     with suppress(FileNotFoundError, NotOurs), disk.closing(disk.enter_below(root, _MODELS)) as models:
         for name in filter(_MODEL_NAME.fullmatch, disk.entries(models)):
             with suppress(OSError), disk.closing(disk.enter_below(models, name)) as folder:
-                if any(_is_table(disk, folder, each) for each in disk.files(folder) if each.endswith(TABLE)):
+                if next(_headers(disk, folder), None) is not None:
                     return True
     return False
 
 
-def _is_table(disk: Disk, folder: Directory, name: str) -> bool:
-    with suppress(OSError):
-        file = disk.open(folder, name, read_only=True)
-        try:
-            places = (0, disk.size(file) - HEADER_BYTES)
-            return any(at >= 0 and read_header(disk.peek(file, HEADER_BYTES, at)) is not None for at in places)
-        finally:
-            disk.close(file)
-    return False
+def _headers(disk: Disk, folder: Directory) -> Iterator[Header]:
+    """The intact headers of a model's tables, one of each table that has any."""
+    for name in disk.files(folder):
+        if name.endswith(TABLE) and slab_file(name):
+            with suppress(OSError):
+                file = disk.open(folder, name, read_only=True)
+                try:
+                    places = (0, disk.size(file) - HEADER_BYTES)
+                    read = (read_header(disk.peek(file, HEADER_BYTES, at)) for at in places if at >= 0)
+                    found = next(filter(None, read), None)
+                finally:
+                    disk.close(file)
+                if found is not None:
+                    yield found
 
 
 def _check_processes(disk: Disk, models: Directory, capacity_bytes: int | None, shared: bool) -> None:
@@ -306,7 +321,10 @@ def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, 
     """The models of a store; and the problem of each model's folder that cannot be identified, by name."""
     found, damaged = [], {}
     for name, it in sorted(disk.entries(models).items()):
-        if not _MODEL_NAME.fullmatch(name) or objection(it, models.owner, folder=True):
+        if not _MODEL_NAME.fullmatch(name):
+            continue
+        if why := objection(it, models.owner, folder=True):
+            damaged[name] = f"{models.path / name} {why}"
             continue
         try:
             with disk.closing(disk.enter_below(models, name)) as folder:
@@ -323,12 +341,20 @@ def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, 
 
 
 def _owner_of(disk: Disk, folder: Directory) -> tuple[bytes, str]:
-    """The label and the description of a model. FileNotFoundError: this folder has no model.json."""
+    """The label and the description of a model. FileNotFoundError: this folder has no model.json, and no slab."""
     what_to_do = "the next process to open its model writes it anew; or remove its folder"
-    content = _read_json(disk, folder, _MODEL, what_to_do, "label", "description")
+    try:
+        content = _read_json(disk, folder, _MODEL, what_to_do, "label", "description")
+    except FileNotFoundError:
+        if slab_numbers(disk, folder):
+            raise Damaged(f"{folder.path / _MODEL} is missing, and there are slabs: {what_to_do}") from None
+        raise
     label = bytes.fromhex(content["label"])
     if model_name(label) != folder.path.name or len(label) > LABEL_MAX_BYTES:
         raise Damaged(f"{folder.path / _MODEL} is damaged (its label is that of another folder): {what_to_do}")
+    owner, owners = owner_of(label), (header.owner for header in _headers(disk, folder))
+    if next(owners, owner) != owner and owner not in owners:
+        raise Damaged(f"{folder.path / _MODEL} is damaged (its label is not that of its slabs): {what_to_do}")
     return label, "".join(
         each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in content["description"]
     )
@@ -607,7 +633,7 @@ class Folder:
         for name in {each.name for each in known} - {self.model.path.name}:
             with self.disk.closing(self.disk.enter_below(self.models, name)) as folder:
                 total += bytes_of_model(self.disk, folder)
-        return total
+        return total + bytes_of_damaged(self.disk, self.models, damaged.keys() - {self.model.path.name})
 
     def close(self) -> None:
         if self.number >= 0 and self._files:

@@ -16,6 +16,11 @@ _MAGIC = b"kvarveSL"
 _CHECK_BYTES = 8
 
 
+def owner_of(label: bytes) -> int:
+    """The id of a model in the headers of its tables."""
+    return int.from_bytes(hashlib.sha256(label).digest()[:8], "little")
+
+
 class Header(NamedTuple):
     """`owner`: the id of a model; `identity`: of the slab."""
 

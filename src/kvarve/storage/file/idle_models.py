@@ -17,7 +17,7 @@ import numpy as np
 
 from kvarve.errors import StorageError
 from kvarve.storage.file.clock import read_clock
-from kvarve.storage.file.disk import Directory
+from kvarve.storage.file.disk import Directory, NotOurs
 from kvarve.storage.file.folder import (
     TABLE,
     Folder,
@@ -28,12 +28,13 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
+from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.index import Index, Limits
 from kvarve.storage.file.moving import rescue
 from kvarve.storage.file.orders import LastUse
 from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, Slab, unlink
-from kvarve.storage.file.table import STORED, owner_of, times
+from kvarve.storage.file.table import STORED, times
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,9 @@ class IdleModels:
     def _offers_of(self, model: str, folder: Directory, owner: int) -> list[Offer]:
         files, now_ns = files_of_model(self._disk, folder), read_clock(self._disk, folder).now_ns()
         found = {}
-        for number in slab_numbers(self._disk, folder):
+        for number, whole in slab_numbers(self._disk, folder).items():
+            if whole and slab_name(number) + TABLE not in files:  # not ours, and not to be removed
+                continue
             sizes = [files[name].st_size for name in (slab_name(number), slab_name(number) + TABLE) if name in files]
             if sizes:
                 table = files.get(slab_name(number) + TABLE)
@@ -151,10 +154,14 @@ class IdleModels:
             finally:
                 folder.close()
 
-    def remove(self, offer: Offer, why: str) -> None:
-        """Remove a slab, and with its last slab the model."""
+    def remove(self, offer: Offer, why: str) -> bool:
+        """Remove a slab, and with its last slab the model. False: it has a file that is not ours."""
         with self._disk.closing(self._disk.enter_below(self._folder.models, offer.model)) as folder:
-            unlink(self._disk, folder, offer.number, why)
+            try:
+                unlink(self._disk, folder, offer.number, why)
+            except NotOurs:  # it has a second hard link: a user wants to keep it
+                return False
             left = slab_numbers(self._disk, folder)
         if not left:
             remove_model(self._disk, self._folder.models, offer.model, f"nothing is left of it: {why}")
+        return True

@@ -21,9 +21,10 @@ from kvarve.storage.file.changes import Changes
 from kvarve.storage.file.clock import CLOCK, Clock
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.folder import CHANGES, Folder, slab_name, slab_numbers
+from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.orders import ORDERS
 from kvarve.storage.file.put import Put
-from kvarve.storage.file.slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink
+from kvarve.storage.file.slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink, without_tables
 from kvarve.storage.file.table import (
     BROKEN,
     DUPLICATE,
@@ -33,7 +34,6 @@ from kvarve.storage.file.table import (
     STORED,
     Columns,
     Rows,
-    owner_of,
     times,
 )
 
@@ -102,6 +102,7 @@ class Index:
         self._unclear: set[Slab] = set()  # slabs with entries that fail their check
         self.failed: dict[int, Slab] = {}  # by identity: a sync failed, so they are not used, and wait to be removed
         self._unopened: set[int] = set()  # numbers of slabs that could not be opened
+        self._tried_ns = 0  # when they were tried last
         self._last_tick = 0
 
     # --- lookup
@@ -151,7 +152,9 @@ class Index:
     # --- reading the tables
 
     def refresh(self) -> None:
-        """Take over what other processes have changed."""
+        """Take over what other processes have changed. Slabs that could not be opened are tried again now and then."""
+        if self._unopened and self.disk.since_boot_ns() - self._tried_ns > SECOND_NS:
+            self.look_again()
         unopened = []
         for changed in self.changes.look():
             slab = self.slabs.get(changed.number)
@@ -175,7 +178,9 @@ class Index:
                         self.say_damaged(changed.number, why)
                 except OSError:
                     unopened.append(changed.number)
-        self._unopened.update(unopened)
+        if unopened:
+            self._unopened.update(unopened)
+            self._tried_ns = self.disk.since_boot_ns()
 
     def look_again(self) -> None:
         """Have the next refresh try slabs again that could not be opened."""
@@ -307,6 +312,12 @@ class Index:
         self.slabs.pop(slab.number, None)
         self._let_go(slab, [row for row in self._dirty.pop(slab, ()) if slab.state[row] != RESERVED])
         self._unclear.discard(slab)
+
+    def count_on(self, left: "Index") -> None:
+        """Go on with the counts of the index that this one replaces. What it has found lost may be the same again."""
+        self.lost = max(self.lost, left.lost)
+        self.damaged += left.damaged
+        self.evicted += left.evicted
 
     def close(self) -> None:
         """Drop all references to slabs, so that their files close once the last read has ended."""
@@ -608,6 +619,8 @@ class Index:
         """Tell which slabs are found on disk, as no other process has the store open. `repair`: and remove slots
         without a table, which are left if a process dies while it makes or removes a slab."""
         found, folder = {}, self.folder.model
+        if repair:
+            self._say_without_tables()
         for number, whole in slab_numbers(self.disk, folder).items():
             slab = self._found(number, whole=whole, repair=repair)
             if slab is not None:
@@ -621,12 +634,18 @@ class Index:
         """Take in all slabs found on disk, to be read alone; what a process changes from now on is taken over later."""
         numbers = slab_numbers(self.disk, self.folder.model)
         self.changes.pass_over(numbers)
+        self._say_without_tables()
         for number, whole in numbers.items():
             slab = self._found(number, whole=whole, repair=False)
             if slab is not None:
                 self.slabs[number] = slab
                 self._read(slab, 0, slab.shape.slots)
                 self._say_lost(slab, int((slab.state == BROKEN).sum()))
+
+    def _say_without_tables(self) -> None:
+        with suppress(OSError):
+            if told := without_tables(self.disk, self.folder.model):
+                log.warning("%s", told)
 
     def _found(self, number: int, *, whole: bool, repair: bool) -> Slab | None:
         """A slab on disk; None, and it is said, if it cannot be used."""
@@ -637,6 +656,7 @@ class Index:
                 self.say_damaged(number, why)
         except OSError as error:
             self.lost += 1
+            self._unopened.add(number)
             log.warning("%s is not used: %s", self.folder.model.path / slab_name(number), error)
         return None
 

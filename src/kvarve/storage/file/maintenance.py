@@ -20,6 +20,7 @@ from kvarve.storage.file.disk import Directory, Disk, NotOurs
 from kvarve.storage.file.folder import (
     Folder,
     Medium,
+    bytes_of_damaged,
     bytes_of_model,
     check_folder,
     checked_path,
@@ -32,10 +33,11 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
+from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.processes import is_in_use
-from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of
+from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of, without_tables
 from kvarve.storage.file.storage import FileStorage
-from kvarve.storage.file.table import BROKEN, STORED, owner_of, times
+from kvarve.storage.file.table import BROKEN, STORED, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
 _LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing
@@ -96,6 +98,7 @@ def contents(directory: str | os.PathLike[str]) -> Contents:
                 in_use = is_in_use(disk, folder)
             found.append(Model(model.label, model.description, folder.path, size_bytes, in_use, ago_s))
             total += size_bytes
+        total += bytes_of_damaged(disk, folders, damaged)
     return Contents(found, total, [*problems, *damaged.values()])
 
 
@@ -129,6 +132,8 @@ class Inspection:
                 self.lost.append(f"{folder.path / slab_name(number)} cannot be read: {why.strerror}")
             else:
                 self._take(slab)
+        if not is_in_use(disk, folder) and (told := without_tables(disk, folder)):
+            self.lost.append(told)
 
     def _take(self, slab: Slab) -> None:
         for look in range(_LOOKS):

@@ -331,9 +331,8 @@ class SlabAllocator:
         in the place of those that `keep` names."""
         if offer.slab is not None:
             return bool(self._lock_and_move([offer.slab], keep, _MOVING_NS)) and self.remove(offer.slab, why)
-        self._idle_models.remove(offer, why)
         self._full_until.clear()
-        return True
+        return self._idle_models.remove(offer, why)
 
     def _lock_and_move(self, slabs: Iterable[Slab], keep: Set[int], most_ns: int) -> list[Slab]:
         """Lock slabs that are to be removed, and move their hottest objects to others for a while. Those that could be
@@ -408,7 +407,8 @@ class SlabAllocator:
                 break
             tried |= {(each.model, each.number) for each in going}
             mine = [each.slab for each in going if each.slab is not None]
-            self._make_small(mine, sum(each.bytes for each in going) - excess)
+            self._make_small(mine, sum(each.bytes for each in going) - excess, why)
+            mine = [slab for slab in mine if self._index.slabs.get(slab.number) is slab]
             locked = self._lock_and_move(mine, frozenset(), _SHRINKING_NS)
             self._idle_models.rescue(going, self._index.limits, goes_on=self._for(_SHRINKING_NS))
             for offer in going:
@@ -418,13 +418,29 @@ class SlabAllocator:
                     self.remove(offer.slab, why)
         self._full_until.clear()
 
-    def _make_small(self, going: Sequence[Slab], space_bytes: int) -> None:
-        """Make a slab within this space for the hottest objects of each class of which all slabs go."""
+    def _make_small(self, going: Sequence[Slab], space_bytes: int, why: str) -> None:
+        """Make a slab within this space for the hottest objects of each class of which all slabs go, the coldest first.
+        On a full disk the coldest one goes before that, as it has the room."""
         left = {slab.shape.slot_bytes for slab in self._index.slabs.values() if slab not in going}
         classes = {slab.shape.slot_bytes for slab in going} - left
+        coldest, room_bytes = iter(going), spare_bytes(self._folder.disk, self._folder.root)
         for slot_bytes in classes:
-            most = min(space_bytes // len(classes) - LINE_BYTES, spare_bytes(self._folder.disk, self._folder.root))
-            shape, number = Shape.within(slot_bytes, most), self._new_number()
-            if shape.slots and number is not None:
-                with suppress(OSError):  # the disk is full: they go with the rest
-                    self._index.add(self._new_slab(number, shape), self._lock, empty=True)
+            shape = Shape.within(slot_bytes, space_bytes // len(classes) - LINE_BYTES)
+            made = self._made_small(shape, room_bytes)
+            if not made and shape.slots:
+                slab = next(coldest)
+                if self._lock_and_move([slab], frozenset(), _MOVING_NS) and self.remove(slab, why):
+                    room_bytes = max(0, room_bytes) + slab.shape.bytes
+                    made = self._made_small(shape, room_bytes)
+            room_bytes -= shape.bytes * made
+
+    def _made_small(self, shape: Shape, room_bytes: int) -> bool:
+        """Whether there was room for a small slab."""
+        number = self._new_number()
+        if number is None or not shape.slots or shape.bytes > room_bytes:
+            return False
+        try:
+            self._index.add(self._new_slab(number, shape), self._lock, empty=True)
+        except OSError:  # the disk is full, or its owner's share of it is
+            return False
+        return True

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvarve.background import WorkerPool
 from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned
-from kvarve.storage.file.folder import TABLE, slab_name
+from kvarve.storage.file.folder import TABLE, slab_name, slab_numbers
 from kvarve.storage.file.table import (
     BROKEN,
     DUPLICATE,
@@ -50,6 +50,7 @@ STRIPES = 15
 # Bytes of adjacent slots that one system call moves at most: a call's share for each thread, within these limits.
 _RUN_BYTES = 1 << 20, 4 << 20
 _READ_TABLE_BYTES = 16 << 20
+_LOOK_BYTES = 1 << 16  # of slots without a table
 _MOVE, _SYNC = 0, 1  # two pools of threads: else a sync would queue behind the writes of other puts
 _Work = TypeVar("_Work")
 
@@ -346,6 +347,10 @@ class Slab:
         there = all(self.disk.is_there(*place) for place in self._places)
         return not there or self.disk.size(self.table) < self.shape.table_bytes
 
+    def is_removed(self) -> bool:
+        """Whether its table has no name any more, as that of a slab which a process has removed."""
+        return not self.disk.is_there(*self._places[1])
+
     def is_solid(self) -> bool:
         """Whether the disk has blocks allocated for all its slots, also those never filled."""
         return self.disk.stat(self.file).st_blocks * 512 >= self.shape.slots_bytes
@@ -592,6 +597,28 @@ def write_all(disk: Disk, file: int, data: Sequence[memoryview | bytes], at: int
                 raise OSError(errno.EIO, "the disk takes no more bytes")
             done += count
         at += view.nbytes
+
+
+def without_tables(disk: Disk, folder: Directory) -> str:
+    """What to say of slots without a table, with no process in the model; "" if a process that died while it made a
+    slab may have left them: then it is one file, of zeros in its first blocks."""
+    files = disk.files(folder)
+    alone = [slab_name(number) for number, whole in sorted(slab_numbers(disk, folder).items()) if not whole]
+    alone = [name for name in alone if name in files and files[name].st_size]
+    if not alone or (len(alone) == 1 and not _begins_with_data(disk, folder, alone[0])):
+        return ""
+    names = alone[0] if len(alone) == 1 else f"{alone[0]} to {alone[-1]}, {len(alone)} in all"
+    return f"{folder.path}: slots have no table ({names}): what was in them cannot be found any more"
+
+
+def _begins_with_data(disk: Disk, folder: Directory, name: str) -> bool:
+    with suppress(OSError):
+        file = disk.open(folder, name, read_only=True)
+        try:
+            return any(disk.peek(file, _LOOK_BYTES, 0))
+        finally:
+            disk.close(file)
+    return False
 
 
 def unlink(disk: Disk, folder: Directory, number: int, why: str) -> None:

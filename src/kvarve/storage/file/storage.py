@@ -127,6 +127,8 @@ class FileStorage(Storage):
 
     def _use(self, folder: Folder, index: Index, allocator: SlabAllocator, *, reading: bool) -> None:
         with self._lock:
+            if self._open:
+                index.count_on(self._index)
             self._folder, self._index, self._allocator, self._reading = folder, index, allocator, reading
 
     def _enter_to_write(self, *, make: bool) -> None:
@@ -572,7 +574,8 @@ class FileStorage(Storage):
             with self._lock:
                 for slab in removed:
                     if self._index.slabs.get(slab.number) is slab:
-                        self._index.lost += int((slab.state == STORED).sum())
+                        # Another model's process has evicted it, and told no reader.
+                        self._index.lost += 0 if slab.is_removed() else int((slab.state == STORED).sum())
                         self._index.forget(slab)
             return
         with suppress(OSError, StorageError), self._changing():

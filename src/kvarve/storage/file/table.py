@@ -11,7 +11,6 @@ check, as they change with every use: a wrong one costs a miss at most. Checks a
 by numpy. Values are accepted within bounds only: legal names, lengths that fit, counts that can be added to.
 """
 
-import hashlib
 import itertools
 import struct
 from dataclasses import dataclass
@@ -111,11 +110,6 @@ class Shape:
 def slot_bytes_for(size_bytes: int) -> int:
     """The size of the slot for an object of this size."""
     return max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES
-
-
-def owner_of(label: bytes) -> int:
-    """The id of a model in the headers of its tables."""
-    return int.from_bytes(hashlib.sha256(label).digest()[:8], "little")
 
 
 def pack_header(shape: Shape, owner: int, identity: int) -> bytes:
