@@ -256,6 +256,7 @@ class SchedulerSide:
             self._around.watch(name, after=self._adapters_changed)
 
     def ask(self, request: Any, computed: int) -> int | None:
+        self._around.look_again()
         if not self._adapters.enter(request):
             return None  # once a request with another adapter has ended
         read = not request.skip_reading_prefix_cache

@@ -49,6 +49,7 @@ class Around:
         self._changed, self._settle = changed, settle
         self._core = _engine_core()
         self._asleep = False
+        self._again = False  # whether to look at the weights again
         self._weights: list[str] | None = None  # as they were last looked at, if nothing may have changed them since
         self._idle: Callable[[], object] = _nothing
         self._due = threading.Event()
@@ -57,7 +58,7 @@ class Around:
             return
         self._weights = self.ask(weights_now)
         self.watch("collective_rpc", after=self._called)
-        self.watch("reset_prefix_cache", before=self._emptied, after=self._look)
+        self.watch("reset_prefix_cache", before=self._settled, after=self._emptied)
         self.watch("resume_scheduler", before=self._look)
 
     def ask(self, what: Callable[..., Any], *given: Any) -> list[Any] | None:
@@ -65,6 +66,12 @@ class Around:
         if self._core is None:
             return None
         return list(self._core.model_executor.collective_rpc(what, args=given))
+
+    def look_again(self) -> None:
+        """For the first request after a reset: a program may change the weights once it has emptied the cache."""
+        if self._again:
+            self._again = False
+            self._look()
 
     def when_idle(self, call: Callable[[], object]) -> None:
         """Have `call` made by the engine's thread once the engine has nothing to do: each `again` is good for one call.
@@ -136,8 +143,12 @@ class Around:
 
         setattr(self._core, name, watched)
 
-    def _emptied(self, reset_running_requests: bool = False, *_: Any, **__: Any) -> None:
+    def _settled(self, reset_running_requests: bool = False, *_: Any, **__: Any) -> None:
         self._settle(reset_running_requests)
+
+    def _emptied(self, *_: Any, **__: Any) -> None:
+        self._look()
+        self._again = True
 
     def _called(self, method: Any = None, *_: Any, **__: Any) -> None:
         """Workers have done what a client asked for, which may be anything: a sum of weights that were packed for the

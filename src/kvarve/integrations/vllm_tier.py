@@ -123,6 +123,7 @@ class KvarveTier(SecondaryTierManager):
     # --- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self._around.look_again()
         return RESULTS[self.chunks.lookup(key, req_context.req_id)]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
