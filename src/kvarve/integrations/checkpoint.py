@@ -76,6 +76,26 @@ def weights_fingerprint(folder: Path, *, whole: bool = False) -> str:
     return digest.hexdigest()
 
 
+def replaced_since(folder: Path, when_s: float) -> bool:
+    """Whether files with weights have been written or put there after this time, so that a process which began then may
+    have loaded others. Also says so in the log. False if they cannot be looked at."""
+    place = folder.absolute()
+    try:
+        files = _files(place)
+        links = [each for each in (place, *place.parents) if each.is_symlink()]
+        times = [each.lstat().st_ctime for each in (*links, *files)] + [each.stat().st_ctime for each in files]
+    except OSError:
+        return False
+    if max(times, default=when_s) <= when_s:
+        return False
+    log.warning(
+        "files in %s are newer than this process, which may have loaded others: pages are found until it ends, and not "
+        'afterwards. Set "weights" to a text that changes whenever the weights do, to have them found',
+        folder,
+    )
+    return True
+
+
 def _files(folder: Path) -> list[Path]:
     """Files only: opening a pipe would wait for its writer."""
     if folder.is_file():

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+import psutil
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -255,7 +256,7 @@ def _identity(spec: Any, settings: TierSettings, row_bytes: int) -> Fields:
     if kv_cache_config is not None:
         fields["specs"] = groups_fields(kv_cache_config)
     fields["model"] = model_digest(vllm_config)
-    fields["weights"] = weights_of(vllm_config, settings.weights)
+    fields["weights"] = weights_of(vllm_config, settings.weights, psutil.Process().create_time())
     return {name: plain(value) for name, value in fields.items()}
 
 
