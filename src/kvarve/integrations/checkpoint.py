@@ -10,7 +10,9 @@ Another training, another quantisation and another tensor differ in it; an edit 
 import hashlib
 import json
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,20 @@ def weights_fingerprint(folder: Path, *, whole: bool = False) -> str:
     except OSError as error:
         raise ConfigError(f'the weights in {folder} cannot be read: {error}; name them in "weights"') from None
     return digest.hexdigest()
+
+
+def began_ticks(process: int | str) -> int:
+    """When a process began, in the system's ticks since it was started. OSError: that is not known here."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def began_s() -> float:
+    """When this process began, as files have their times; infinity if that is not known."""
+    try:
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began_ticks("self") / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return math.inf
+    return time.time() - age_s
 
 
 def replaced_since(folder: Path, when_s: float) -> bool:

@@ -8,13 +8,12 @@ import logging
 import os
 import platform
 import sys
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any
 
-import psutil
 import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -29,7 +28,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.runtime_context import get_server_args, get_serving
 
 from kvarve.errors import ConfigError
-from kvarve.integrations.checkpoint import local_files, replaced_since
+from kvarve.integrations.checkpoint import began_s, began_ticks, local_files, replaced_since
 from kvarve.integrations.given import READ_ALL
 from kvarve.integrations.hicache import (
     KV,
@@ -48,6 +47,8 @@ from kvarve.memory.seals import seal_of
 from kvarve.storage.urls import shown
 
 log = logging.getLogger(__name__)
+
+BOOT = "/proc/sys/kernel/random/boot_id"  # a number that the machine has until it is started anew
 
 # Settings of the server that change the numbers in a page, beside the weights.
 _NUMERIC = (
@@ -379,8 +380,8 @@ def _version() -> str | None:
     return None if (version := _weight_version()) == "default" else version
 
 
-_RUN = f"{os.getppid()} since {psutil.Process(os.getppid()).create_time()} on {uuid.getnode():x}"
-_BEGAN_S = psutil.Process().create_time()
+_RUN = f"{os.getppid()} since {began_ticks(os.getppid())} on {Path(BOOT).read_text().strip()}"
+_BEGAN_S = began_s()
 _updates = _Updates()
 
 

@@ -4,13 +4,13 @@ decides the bytes of a page."""
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from vllm import __version__ as VLLM_VERSION
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvarve.engine.identity import numerics
 from kvarve.errors import ConfigError
+from kvarve.integrations.checkpoint import began_s
 from kvarve.integrations.plan import Group, lookback_of
 from kvarve.integrations.vllm_identity import model_digest, weights_of
 from kvarve.model import LAYOUT_FORMAT, ModelIdentity
@@ -69,7 +69,7 @@ def identity_of(
     model, cache = config.model_config, config.cache_config
     return ModelIdentity(
         architecture=" ".join(model.architectures),
-        weights=weights_of(config, weights, psutil.Process().create_time()),
+        weights=weights_of(config, weights, began_s()),
         dtype=str(model.dtype).removeprefix("torch."),
         page_tokens=page_tokens,
         chunk_tokens=page_tokens,

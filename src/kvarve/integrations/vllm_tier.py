@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import psutil
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -37,6 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError
+from kvarve.integrations.checkpoint import began_s
 from kvarve.integrations.chunks import ChunkStore, Found, namespace_of
 from kvarve.integrations.tier_settings import TierSettings, read_settings
 from kvarve.integrations.vllm_around import Around
@@ -256,7 +256,7 @@ def _identity(spec: Any, settings: TierSettings, row_bytes: int) -> Fields:
     if kv_cache_config is not None:
         fields["specs"] = groups_fields(kv_cache_config)
     fields["model"] = model_digest(vllm_config)
-    fields["weights"] = weights_of(vllm_config, settings.weights, psutil.Process().create_time())
+    fields["weights"] = weights_of(vllm_config, settings.weights, began_s())
     return {name: plain(value) for name, value in fields.items()}
 
 
