@@ -156,20 +156,6 @@ def test_prompts_of_more_adapters_than_there_is_room_for_are_all_found(adapted: 
         assert adapted.engine.call("about")["stats"]["failed_loads"] == before
 
 
-@pytest.mark.parametrize("how", ["load", "late load", "unload", "call", "late call", "keep", "late keep"])
-def test_pages_that_were_loaded_for_a_request_that_has_not_run_go_with_the_weights(adapted: Adapted, how: str) -> None:
-    """They are its whole prompt: it runs for the first time after the weights have changed."""
-    first = adapted.ask()
-    adapted.engine.call("reset")
-    if "load" in how:
-        written(adapted.folder, 2)
-    found = adapted.engine.call("change_before_the_first_step", prompt=LONG, adapter=adapted.named(), how=how)
-    assert found["cached"] == 0 and found["logprobs"] != first["logprobs"] and adapted.right(found)
-    assert adapted.ask() == found | {"cached": HIT}
-    if "load" not in how:
-        adapted.engine.call("change", how="call")
-
-
 def test_a_page_in_whose_midst_an_adapter_had_other_weights_is_not_kept(adapted: Adapted) -> None:
     """They are what they were when it is full."""
     adapted.engine.call("reset")
@@ -198,3 +184,18 @@ def test_pages_of_an_adapter_are_found_after_a_restart_by_its_weights(
     adapted.engine.call("forget")
     assert adapted.ask() == first | {"cached": HIT}
     second.close()
+
+
+@pytest.mark.parametrize("how", ["load", "late load", "unload", "call", "late call", "keep", "late keep"])
+def test_pages_that_were_loaded_for_a_request_that_has_not_run_go_with_the_weights(adapted: Adapted, how: str) -> None:
+    """They are its whole prompt: it runs for the first time after the weights have changed. (At the end: pages of an
+    engine whose model has changed are found by no other.)"""
+    first = adapted.ask()
+    adapted.engine.call("reset")
+    if "load" in how:
+        written(adapted.folder, 2)
+    found = adapted.engine.call("change_before_the_first_step", prompt=LONG, adapter=adapted.named(), how=how)
+    assert found["cached"] == 0 and found["logprobs"] != first["logprobs"] and adapted.right(found)
+    assert adapted.ask() == found | {"cached": HIT}
+    if "load" not in how:
+        adapted.engine.call("change", how="call")
