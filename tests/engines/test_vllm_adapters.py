@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
 
 LONG, OTHER = prompt(1000, 1), prompt(900, 3)
 HIT = 896
-LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
 class Adapted:
@@ -56,9 +56,17 @@ def engine(start: Any, settings: dict[str, Any]) -> Iterator[VllmProcess]:
 @pytest.fixture
 def adapted(engine: VllmProcess, tmp_path: Path) -> Adapted:
     adapted = Adapted(engine, written(tmp_path / "adapter", 1))
-    if 1 in engine.call("loaded"):
-        engine.call("unload", number=1)
+    for number in engine.call("loaded"):
+        engine.call("unload", number=number)
     return adapted
+
+
+def others(folder: Path) -> list[dict[str, Any]]:
+    """As many other adapters as there is room for."""
+    return [
+        {"lora_name": name, "lora_int_id": number, "lora_path": str(written(folder / name, number))}
+        for number, name in ((2, "b"), (3, "c"))
+    ]
 
 
 def test_an_adapter_loaded_anew_in_place_reads_no_page_of_the_weights_before(adapted: Adapted) -> None:
@@ -81,8 +89,8 @@ def test_other_weights_under_the_same_name_and_path_share_no_page(adapted: Adapt
     """An adapter that others have pushed out is loaded again when a request comes, and nothing tells."""
     first = adapted.ask()
     if what == "evicted":
-        other = {"lora_name": "b", "lora_int_id": 2, "lora_path": str(written(tmp_path / "other", 5))}
-        adapted.engine.ask(OTHER, adapter=other)
+        for other in others(tmp_path):
+            adapted.engine.ask(OTHER, adapter=other)
     else:
         adapted.engine.call("unload", number=1)
     written(adapted.folder, 1 if what == "scale" else 2, alpha=32 if what == "scale" else 16)
@@ -104,8 +112,8 @@ def test_what_vllm_has_cached_of_the_weights_before_is_not_kept_as_if_it_were_of
     assert found["cached"] == HIT and adapted.right(found)
 
 
-def test_a_request_whose_adapter_is_overwritten_in_its_midst_is_not_kept(adapted: Adapted) -> None:
-    """A request may ask that its adapter be loaded in each step: it is computed with both."""
+def test_a_request_that_wants_its_adapter_loaded_anew_has_it_loaded_once(adapted: Adapted) -> None:
+    """By vLLM it would be loaded in each step, with the files of that time."""
     adapted.engine.call("reset")
     adapted.engine.call("overwrite", prompt=LONG, adapter=adapted.named(inplace=True), seed=2)
     adapted.ask(reset=False)
@@ -126,6 +134,40 @@ def test_a_request_whose_adapter_is_loaded_anew_while_its_pages_are_read_uses_no
     assert adapted.ask() == found | {"cached": HIT}
 
 
+def test_adapters_of_requests_that_wait_push_out_none_of_a_request_that_runs(adapted: Adapted, tmp_path: Path) -> None:
+    """Its files are gone by then, as a trainer's."""
+    first = adapted.engine.call("ask", prompts=[OTHER], adapter=adapted.named(), tokens=40)
+    more = others(tmp_path)
+    adapted.engine.ask(LONG, adapter=more[0])
+    adapted.engine.call("reset")
+    asked = [(OTHER, adapted.named()), *((LONG, each) for each in more)]
+    found = adapted.engine.call("at_once", asked=asked, first=40)
+    assert found[0]["logprobs"] == first[0]["logprobs"]
+    assert [each["cached"] for each in found[1:]] == [HIT, 0]
+
+
+def test_prompts_of_more_adapters_than_there_is_room_for_are_all_found(adapted: Adapted, tmp_path: Path) -> None:
+    asked = [(LONG, each) for each in (adapted.named(), *others(tmp_path))]
+    for expected in (0, HIT, HIT):
+        before = adapted.engine.call("about")["stats"]["failed_loads"]
+        adapted.engine.call("reset")
+        found = adapted.engine.call("at_once", asked=asked)
+        assert [each["cached"] for each in found] == [expected] * 3
+        assert adapted.engine.call("about")["stats"]["failed_loads"] == before
+
+
+def test_a_page_in_whose_midst_an_adapter_had_other_weights_is_not_kept(adapted: Adapted) -> None:
+    """They are what they were when it is full."""
+    adapted.engine.call("reset")
+    answer = adapted.engine.call("load_there_and_back", prompt=LONG[:640], adapter=adapted.named(), tokens=200)
+    longer = LONG[:640] + answer[:150]
+    adapted.ask(longer, reset=False)
+    found = adapted.ask(longer)
+    assert found["cached"] == 640
+    cold = adapted.ask(longer, read=False)
+    assert found["logprobs"] == cold["logprobs"]
+
+
 def test_pages_of_an_adapter_are_found_after_a_restart_by_its_weights(
     start: Any, settings: dict[str, Any], adapted: Adapted
 ) -> None:
@@ -142,3 +184,18 @@ def test_pages_of_an_adapter_are_found_after_a_restart_by_its_weights(
     adapted.engine.call("forget")
     assert adapted.ask() == first | {"cached": HIT}
     second.close()
+
+
+@pytest.mark.parametrize("how", ["load", "late load", "unload", "call", "late call", "keep", "late keep"])
+def test_pages_that_were_loaded_for_a_request_that_has_not_run_go_with_the_weights(adapted: Adapted, how: str) -> None:
+    """They are its whole prompt: it runs for the first time after the weights have changed. (At the end: pages of an
+    engine whose model has changed are found by no other.)"""
+    first = adapted.ask()
+    adapted.engine.call("reset")
+    if "load" in how:
+        written(adapted.folder, 2)
+    found = adapted.engine.call("change_before_the_first_step", prompt=LONG, adapter=adapted.named(), how=how)
+    assert found["cached"] == 0 and found["logprobs"] != first["logprobs"] and adapted.right(found)
+    assert adapted.ask() == found | {"cached": HIT}
+    if "load" not in how:
+        adapted.engine.call("change", how="call")

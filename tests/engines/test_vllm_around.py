@@ -13,8 +13,10 @@ import torch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.request import RequestStatus
 
     from kvarve.integrations import vllm_around
+    from kvarve.integrations.vllm_adapters import Adapters
     from kvarve.integrations.vllm_around import Around
     from kvarve.integrations.vllm_weights import adapter_now, weights_now
 
@@ -43,7 +45,7 @@ class Engine(EngineCore):
         self.around = self.make()
 
     def make(self) -> Around:
-        return Around(lambda: self.told.update(["changed"]), lambda: self.told.update(["settled"]))
+        return Around(lambda: self.told.update(["changed"]), lambda running: self.told.update(["settled"]))
 
     def emptied(self, *_: Any) -> bool:
         self.told["emptied"] += 1
@@ -107,6 +109,17 @@ def test_weights_that_were_changed_by_hand_are_noticed_when_caches_are_emptied_o
     assert engine.changed == 1
     getattr(engine, call)()
     assert not engine.changed
+
+
+def test_weights_that_were_changed_after_a_reset_are_noticed_before_the_first_request(engine: Engine) -> None:
+    engine.reset_prefix_cache()
+    with torch.no_grad():
+        next(engine.model_executor.model.parameters())[3, 4] += 1e-3
+    assert not engine.changed
+    engine.around.look_again()
+    assert engine.changed == 1
+    engine.model_executor.worker.model_runner.get_model = lambda: pytest.fail("it is looked at once")
+    engine.around.look_again()
 
 
 def test_weights_whose_memory_is_given_away_are_looked_at_when_they_are_back(engine: Engine) -> None:
@@ -242,3 +255,81 @@ def test_equal_adapters_have_one_digest_in_all_engines_and_others_another() -> N
     assert len({digest, *(adapter_now(each, named(1)) for each in changed)}) == 4
     assert adapter_now(one, named(2)) == "", "it cannot be loaded, as vLLM will say"
     assert adapter_now(SimpleNamespace(), named(1)) == ""
+
+
+# --- which adapters requests use
+
+
+class Waiting(SimpleNamespace):
+    """A request with an adapter."""
+
+    def __init__(self, name: str, number: int, inplace: bool = False, status: Any = RequestStatus.WAITING) -> None:
+        lora = SimpleNamespace(lora_name=f"n{number}", lora_path="p", lora_int_id=number, load_inplace=inplace)
+        super().__init__(request_id=name, lora_request=lora, status=status)
+
+
+class Known:
+    """What is asked for adapters, and answered."""
+
+    def __init__(self, places: int) -> None:
+        self.digests, self.cached = {1: "one", 2: "two", 3: "three"}, object()
+        self.looked: list[tuple[int, set[int]]] = []
+        self.adapters = Adapters(places, self.look, lambda: self.cached)
+
+    def look(self, lora: Any, others: set[int]) -> str:
+        self.looked.append((lora.lora_int_id, others))
+        return self.digests[lora.lora_int_id]
+
+    def salt(self, request: Waiting, prefix: bool = True) -> str | None:
+        self.adapters.step()
+        return self.adapters.salt(request.lora_request, prefix)
+
+
+def test_a_request_waits_until_there_is_room_for_its_adapter_and_then_has_its_turn() -> None:
+    known, first = Known(2), Waiting("first", 1)
+    adapters = known.adapters
+    assert adapters.enter(first) and adapters.enter(Waiting("second", 2))
+    assert adapters.enter(Waiting("third", 1)), "it is in use"
+    late = Waiting("late", 3)
+    assert not adapters.enter(late) and not adapters.enter(Waiting("later", 4))
+    adapters.leave("first")
+    assert not adapters.enter(late)
+    adapters.leave("third")
+    assert adapters.enter(late) and not adapters.enter(first)
+    assert known.salt(late) == "three" and known.looked == [(3, {2, 3})]
+
+
+def test_a_session_that_waits_for_its_client_takes_no_adapter_s_place() -> None:
+    adapters, session = Known(1).adapters, Waiting("session", 1)
+    assert adapters.enter(session) and not adapters.enter(Waiting("next", 2))
+    session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert adapters.enter(Waiting("next", 2))
+
+
+@pytest.mark.parametrize("what", ["other weights", "a mixture", "unknown weights", "loaded in each step"])
+def test_what_vllm_has_cached_of_an_adapter_s_other_weights_is_in_the_way_until_it_is_forgotten(what: str) -> None:
+    known, request = Known(1), Waiting("a", 1)
+    assert known.salt(request) == "one"
+    if what == "other weights":
+        known.digests[1] = "new"
+    elif what == "a mixture":
+        known.adapters.mixed(("n1", "p"))
+    elif what == "unknown weights":
+        known.digests[1] = ""
+        assert known.salt(request) is None
+        known.digests[1] = "one"
+    else:
+        assert known.salt(Waiting("b", 1, inplace=True), prefix=False) is None
+    assert known.salt(request) is None and known.salt(request, prefix=False) == known.digests[1]
+    assert known.salt(Waiting("c", 2)) == "two", "another's are as they were"
+    known.cached = object()
+    assert known.salt(request) == known.digests[1]
+
+
+def test_nothing_is_remembered_of_adapters_whose_blocks_are_forgotten() -> None:
+    """Of a trainer each step is one of another name."""
+    known = Known(1)
+    for number in (1, 2, 3):
+        known.salt(Waiting("a", number))
+        known.cached = object()
+    assert known.adapters._of.keys() == {("n3", "p")}

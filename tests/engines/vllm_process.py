@@ -8,6 +8,7 @@ has been loaded, in this or another process that shares the file of fingerprints
 
 import hashlib
 import random
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -163,16 +164,90 @@ class Watched(Engine):
         """A request whose adapter is loaded anew while its pages are read from storage."""
         stalls = self.storage.counts["stall"]
         self.storage.stall("get")
-        engine = self.llm.llm_engine
-        engine.add_request(
-            "waits", {"prompt_token_ids": prompt}, sampling(SMALL, logprobs=1), lora_request=self._lora(adapter)
-        )
+        self._add("waits", prompt, adapter)
         while self.storage.counts["stall"] == stalls:
-            engine.step()
+            self.llm.llm_engine.step()
         self.load(adapter | {"load_inplace": True})
         self.storage.release()
         (output,) = self._to_the_end()
         return self._told(output)
+
+    def at_once(self, asked: list[tuple[list[int], dict[str, Any]]], first: int = 0) -> list[dict[str, Any]]:
+        """Requests with adapters that all wait together. `first`: the one before all runs by then, for so many tokens,
+        and the files of its adapter are gone."""
+        (prompt, adapter), *others = asked if first else [(None, None), *asked]
+        if first:
+            self._add("first", prompt, adapter, first)
+            while not self.core.scheduler.running:
+                self.llm.llm_engine.step()
+            shutil.rmtree(adapter["lora_path"])
+        for number, (prompt, adapter) in enumerate(others):
+            self._add(str(number), prompt, adapter, 2)
+        found: dict[str, Any] = {}
+        while len(found) < len(asked):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    found[output.request_id] = self._told(output)
+        self.drain()
+        return [found[name] for name in (["first"] if first else []) + [*map(str, range(len(others)))]]
+
+    def change_before_the_first_step(self, prompt: list[int], adapter: dict[str, Any], how: str) -> dict[str, Any]:
+        """A request whose pages have been loaded, or are on their way ("late"), when weights change: its adapter's by a
+        load or after an unload, or the model's. Until then their copies hang."""
+        scheduler, hangs = self.core.scheduler, how.startswith("late ")
+        real, held = self.worker.worker.report, list[Any]()
+
+        def late() -> Any:  # as copies of a GPU end
+            found = real()
+            held.extend(found.events)
+            return found._replace(events=[])
+
+        def ended() -> Any:
+            found, events = real(), held.copy()
+            held.clear()
+            return found._replace(events=events + found.events)
+
+        self.worker.worker.report = late if hangs else real
+        self._add("waits", prompt, adapter)
+        while not (scheduler.finished_recving_kv_req_ids or (hangs and self.worker._loads)):
+            self.llm.llm_engine.step()
+        self.worker.worker.report = ended
+        match how.removeprefix("late "):
+            case "load":
+                self.load(adapter | {"load_inplace": True})
+            case "unload":
+                self.unload(adapter["lora_int_id"])
+            case "call":
+                self.llm.collective_rpc(partial(shifted, by=-self.shift))
+                self.shift = -self.shift
+            case "keep":
+                self.core.pause_scheduler("keep", True)
+                self.change("call")
+                self.core.resume_scheduler()
+        (output,) = self._to_the_end()
+        self.worker.worker.report = real
+        return self._told(output)
+
+    def load_there_and_back(self, prompt: list[int], adapter: dict[str, Any], tokens: int) -> list[int]:
+        """The answer to a request in the midst of which its adapter is loaded with other weights, and then with those
+        before. All its steps between are within one page."""
+        from adapters import written
+
+        self._add("running", prompt, adapter, tokens)
+        (done, steps) = list[Any](), 0
+        while not done:
+            done = [output for output in self.llm.llm_engine.step() if output.finished]
+            steps += 1
+            if seed := {40: 2, 60: 1}.get(steps):
+                written(Path(adapter["lora_path"]), seed)
+                self.load(adapter | {"load_inplace": True})
+        self.drain()
+        return list(self._told(done[0])["tokens"])
+
+    def _add(self, name: str, prompt: list[int], adapter: dict[str, Any], tokens: int = SMALL) -> None:
+        self.llm.llm_engine.add_request(
+            name, {"prompt_token_ids": prompt}, sampling(tokens, logprobs=1), lora_request=self._lora(adapter)
+        )
 
     def change(self, how: str) -> None:
         """Change the model's weights, and the second time back. "pause", "sleep": while the engine is in it, for which

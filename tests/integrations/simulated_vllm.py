@@ -80,13 +80,11 @@ class SimulatedWorker:
         self.flying: dict[int, Order] = {}
         self.sources: dict[int, list[object]] = {}
         self.loads: dict[int, str] = {}
-        self.void: set[str] = set()
         self.spoil: Callable[[Copy], bool] = lambda copy: False  # whether a copy loses a page
         self.seen: Counter[str] = Counter()
 
     def do(self, plan: Plan) -> None:
         self.loads |= plan.loads
-        self.void |= plan.void
         for order in plan.orders:
             if isinstance(order, Hurry):
                 continue
@@ -185,6 +183,7 @@ class SimulatedVllm:
         self.waiting: list[SimulatedRequest] = []
         self.running: list[SimulatedRequest] = []
         self._received: dict[str, bool] = {}  # loads that have ended: whether all of it came
+        self._void: set[str] = set()  # requests whose loads are of no use when they end
         self.reads, self.knows = True, True  # whether requests may hit kvarve's cache; and what computes them
         self.weights, self.stale = 0, False  # and whether the engine's own cache may have pages of others
         self.now = 0.0
@@ -224,8 +223,8 @@ class SimulatedVllm:
             events.append(end := self.worker.end(op))
             if op in self.worker.loads:
                 name, whole = self.worker.loads.pop(op), end.good.bit_count() == len(order.pages)  # type: ignore[union-attr]
-                received[name] = whole and name not in self.worker.void
-                self.worker.void.discard(name)
+                received[name] = whole and name not in self._void
+                self._void.discard(name)
         self._release(self.planner.ended(Report(events), self.now))
         for name, good in received.items():
             request = self.requests[name]  # as vLLM asserts
@@ -269,6 +268,11 @@ class SimulatedVllm:
     def change(self) -> None:
         """Other weights, and the engine forgets its cache if it can."""
         self.weights += 1
+        for name in self.planner.loaded():
+            if name in self._received:
+                self._received[name] = False
+            else:
+                self._void.add(name)
         self.stale = not self.reset()
         self.planner.reset(str(self.weights))
 

@@ -1,5 +1,8 @@
 """The weights that an engine serves are told apart by their files, wherever these lie."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +88,13 @@ def test_files_lie_where_the_model_is_or_in_the_hub_s_cache(tmp_path: Path) -> N
 def test_a_model_that_is_nowhere_asks_for_a_name_of_its_weights(model: str) -> None:
     with pytest.raises(ConfigError, match='set "weights"'):
         local_files(model or "nothing there")
+
+
+def test_a_process_began_when_it_was_started(tmp_path: Path) -> None:
+    """To a tick of the clock: files that were written right before are older."""
+    (tmp_path / "before").touch()
+    code = "from kvarve.integrations.checkpoint import began_s; print(began_s())"
+    found = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+    (tmp_path / "after").touch()
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    assert (tmp_path / "before").stat().st_ctime - 2 * tick_s <= found <= (tmp_path / "after").stat().st_ctime

@@ -355,6 +355,21 @@ def test_pages_that_are_being_loaded_when_the_weights_change_are_computed_instea
     settled(sim)
 
 
+def test_pages_that_were_loaded_for_a_request_that_has_not_run_go_with_the_weights() -> None:
+    """Its load has ended, and the engine knows: all that it waits for is a step."""
+    sim = engine()
+    ask(sim, prompt(70), "first")
+    sim.reset()
+    request = sim.add("again", prompt(70))
+    while "again" not in sim._received:
+        sim.step()
+    assert list(sim.planner.loaded()) == ["again"] and not request.by
+    sim.change()
+    sim.run()
+    assert request.by == {sim.weights} and sim.seen["failed loads"] == 1 and not sim.planner.loaded()
+    settled(sim)
+
+
 def test_a_request_in_the_midst_of_which_the_weights_change_saves_nothing_more() -> None:
     storage: dict = {}  # type: ignore[type-arg]
     sim = engine(storage=storage, chunk=16)

@@ -129,12 +129,37 @@ def test_weights_are_named_read_or_found_in_the_hub_s_cache(tmp_path: Path) -> N
         asked.append((name, more))
         return str(tmp_path)
 
-    local = weights_of(configs(model_config__model=str(tmp_path)), "", snapshot)
+    local = weights_of(configs(model_config__model=str(tmp_path)), "", find=snapshot)
     assert asked == []
     hub = configs(model_config__model="org/name", model_config__revision="r2")
-    assert weights_of(hub, "", snapshot) == local
+    assert weights_of(hub, "", find=snapshot) == local
     assert asked == [("org/name", {"revision": "r2", "cache_dir": None, "local_files_only": True})]
-    assert len({local, weights_of(hub, "read", snapshot), weights_of(hub, "v1", snapshot)}) == 3
+    assert len({local, weights_of(hub, "read", find=snapshot), weights_of(hub, "v1", find=snapshot)}) == 3
+
+
+@pytest.mark.parametrize("how", ["written", "renamed", "linked"])
+def test_weights_whose_files_are_newer_than_the_engine_are_like_no_others(tmp_path: Path, how: str) -> None:
+    """vLLM has read the files before kvarve does: a trainer may have overwritten them since."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode() * 99)
+    (tmp_path / "latest").symlink_to(tmp_path / "old")
+    file = tmp_path / "old" / "model.safetensors"
+    began_s = max(file.stat().st_ctime, (tmp_path / "latest").lstat().st_ctime)
+    engine = configs(model_config__model=str(tmp_path / "latest"))
+    expected = weights_of(engine, "", began_s)
+    assert expected == weights_of(engine, "")
+    while (tmp_path / "later").touch() or (tmp_path / "later").stat().st_ctime <= began_s:
+        (tmp_path / "later").unlink()
+    if how == "written":
+        file.write_bytes(file.read_bytes())
+    elif how == "renamed":
+        (tmp_path / "new" / "model.safetensors").rename(file)
+    else:
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").symlink_to(tmp_path / "new")
+    assert len({expected, *(weights_of(engine, "", began_s) for _ in range(2))}) == 3
+    assert weights_of(engine, "v1", began_s) == "named v1"
 
 
 def test_weights_that_lie_nowhere_have_to_be_named() -> None:
@@ -142,7 +167,7 @@ def test_weights_that_lie_nowhere_have_to_be_named() -> None:
         raise FileNotFoundError("no such snapshot")
 
     with pytest.raises(ConfigError, match='set "weights"'):
-        weights_of(configs(model_config__model="s3://bucket/name"), "", snapshot)
+        weights_of(configs(model_config__model="s3://bucket/name"), "", find=snapshot)
 
 
 def test_random_weights_are_told_apart_by_their_seed() -> None:

@@ -10,7 +10,9 @@ Another training, another quantisation and another tensor differ in it; an edit 
 import hashlib
 import json
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,40 @@ def weights_fingerprint(folder: Path, *, whole: bool = False) -> str:
     except OSError as error:
         raise ConfigError(f'the weights in {folder} cannot be read: {error}; name them in "weights"') from None
     return digest.hexdigest()
+
+
+def began_ticks(process: int | str) -> int:
+    """When a process began, in the system's ticks since it was started. OSError: that is not known here."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def began_s() -> float:
+    """When this process began, as files have their times; infinity if that is not known."""
+    try:
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began_ticks("self") / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return math.inf
+    return time.time() - age_s
+
+
+def replaced_since(folder: Path, when_s: float) -> bool:
+    """Whether files with weights have been written or put there after this time, so that a process which began then may
+    have loaded others. Also says so in the log. False if they cannot be looked at."""
+    place = folder.absolute()
+    try:
+        files = _files(place)
+        links = [each for each in (place, *place.parents) if each.is_symlink()]
+        times = [each.lstat().st_ctime for each in (*links, *files)] + [each.stat().st_ctime for each in files]
+    except OSError:
+        return False
+    if max(times, default=when_s) <= when_s:
+        return False
+    log.warning(
+        "files in %s are newer than this process, which may have loaded others: pages are found until it ends, and not "
+        'afterwards. Set "weights" to a text that changes whenever the weights do, to have them found',
+        folder,
+    )
+    return True
 
 
 def _files(folder: Path) -> list[Path]:

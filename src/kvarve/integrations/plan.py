@@ -15,7 +15,7 @@ given to other pages before `Plan.freed` names them: the engine holds references
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -129,14 +129,13 @@ class Plan:
     """What a step's worker does, and what the engine does with its blocks beside it; plain data.
 
     `orders` are carried out in this order, those that copy from the engine's blocks after the step's forward. The
-    worker reports a request of `loads` (by copy) once that copy has ended; one of `void`, as if it had failed. `salts`:
-    by copy to or from the engine, the request whose pages it moves, and their salt, if they have one. References to the
-    blocks in `held` are taken now, to those in `freed` given back.
+    worker reports a request of `loads` (by copy) once that copy has ended. `salts`: by copy to or from the engine, the
+    request whose pages it moves, and their salt, if they have one. References to the blocks in `held` are taken now, to
+    those in `freed` given back.
     """
 
     orders: list[Order] = field(default_factory=list)
     loads: dict[int, str] = field(default_factory=dict)
-    void: set[str] = field(default_factory=set)
     salts: dict[int, tuple[Request, str]] = field(default_factory=dict)
     held: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
@@ -155,6 +154,7 @@ class _Standing:
     waits_s: float = 0.0  # how long the engine had been asking by then, without room for it
     claimed: int = 0  # the boundary that was claimed and is being loaded, in pages
     allocated: bool = False  # the engine has said which blocks the request has
+    loads: bool = False  # pages are loaded for it, and no step has been planned for it since
     landed: int = 0  # pages before it have been in the host, of all groups that need every page
     saved: int = 0  # the same or on their way there: they are offered no more, even if the host has evicted them
     offered: int = 0  # pages that have been offered for saving
@@ -184,7 +184,6 @@ class BlockPlanner:
         self._standing: dict[str, _Standing] = {}
         self._ceiling: dict[str, int] = {}  # by request: claim no more than this, in pages, since a load failed
         self._loads: dict[int, str] = {}  # copies to the engine that have not been sent
-        self._void: set[str] = set()  # requests whose loads are of no use any more, which the worker has not been told
         self._freed: list[int] = []
         # If they are told: pages that are copied to the host, by copy; those in its slots, by pool and slot.
         self._copies: dict[int, list[tuple[Page, Stored]]] = {}
@@ -238,7 +237,7 @@ class BlockPlanner:
             return
         assert lease.phase is Phase.OFFERED, "the engine loads what was claimed"
         assert lease.boundary * self._page == standing.computed + external, "the engine loads all that was claimed"
-        standing.claimed = lease.boundary
+        standing.claimed, standing.loads = lease.boundary, True
         targets: list[dict[int, int]] = []
         for pool, pages in enumerate(lease.offered):
             group = self._groups[pool]
@@ -262,10 +261,11 @@ class BlockPlanner:
         self._now = now
         self._step(Report(up=self._up))
         for request_id in {**scheduled, **offers}:
-            if request_id in self._standing:
-                self._save(self._standing[request_id], scheduled.get(request_id), offers.get(request_id, ()))
-        plan = Plan(self._scheduler.take(), self._loads, self._void)
-        self._loads, self._void = {}, set()
+            if (standing := self._standing.get(request_id)) is not None:
+                standing.loads &= request_id not in scheduled
+                self._save(standing, scheduled.get(request_id), offers.get(request_id, ()))
+        plan = Plan(self._scheduler.take(), self._loads)
+        self._loads = {}
         salted = {each.lease.number: (each.request, each.salt) for each in self._standing.values() if each.salt}
         for order in plan.orders:
             if self._tells and isinstance(order, Copy) and order.target is Tier.HOST:
@@ -308,17 +308,25 @@ class BlockPlanner:
     def reset(self, epoch: str) -> None:
         """Forget all that is cached, for requests from now on: their pages are named with this `epoch`, so that pages
         in storage, which other engines may share, are not found either. Requests that have pages by now save none any
-        more, as those rest on what is forgotten; loads that have not ended are void.
+        more, as those rest on what is forgotten; those of `loaded` have to be computed anew.
         """
         self._epoch = epoch
         for request_id, standing in [*self._standing.items()]:
-            if standing.lease.phase is Phase.LOADING:
-                self._void.add(request_id)
             if standing.lease.ready or standing.lease.phase is Phase.LOADING:
                 standing.salt = None
             else:
                 self._close(request_id)
         self._scheduler.flush((Tier.HOST,))
+
+    def loaded(self) -> dict[str, tuple[Request, str | None]]:
+        """The requests for which pages have been loaded, or are being loaded, and nothing has been computed since; and
+        their salts. When the weights change, these pages are of no use."""
+        return {name: (each.request, each.salt) for name, each in self._standing.items() if each.loads}
+
+    def salts(self, request_ids: Iterable[str]) -> dict[str, str]:
+        """The salts of these requests, of those that have one."""
+        standing = {name: self._standing[name] for name in request_ids if name in self._standing}
+        return {name: each.salt for name, each in standing.items() if each.salt}
 
     def distrust(self, request_id: str) -> None:
         """Save no page of a request any more."""

@@ -5,11 +5,13 @@ up, prefetch and back up. All it does is turn SGLang's words into those of `inte
 """
 
 import logging
+import os
 import platform
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
+from pathlib import Path
 from typing import Any
 
 import sglang
@@ -26,6 +28,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.runtime_context import get_server_args, get_serving
 
 from kvarve.errors import ConfigError
+from kvarve.integrations.checkpoint import began_s, began_ticks, local_files, replaced_since
 from kvarve.integrations.given import READ_ALL
 from kvarve.integrations.hicache import (
     KV,
@@ -44,6 +47,8 @@ from kvarve.memory.seals import seal_of
 from kvarve.storage.urls import shown
 
 log = logging.getLogger(__name__)
+
+BOOT = "/proc/sys/kernel/random/boot_id"  # a number that the machine has until it is started anew
 
 # Settings of the server that change the numbers in a page, beside the weights.
 _NUMERIC = (
@@ -81,7 +86,6 @@ class _Updates:
 
     def __init__(self) -> None:
         self.count = 0
-        self._version: str | None = None  # as SGLang told it at the last update
         frame: Any = sys._getframe()
         while frame is not None and frame.f_code.co_name != _ATTACH:
             frame = frame.f_back
@@ -93,16 +97,21 @@ class _Updates:
         @wraps(write)
         def noted(*args: Any, **more: Any) -> Any:
             self.count += 1
-            self._version = _weight_version()
             return write(*args, **more)
 
         return noted
 
     @property
     def known(self) -> bool:
-        """Whether the weights are those of the files that the server was started with, or have a version of their own
-        since they were written to."""
-        return not self._late and (not self.count or self._version != _weight_version())
+        """Whether the weights are those of the files that the server was started with, or have been given a version
+        since then."""
+        return not self._late and (not self.count or _version() is not None)
+
+    @property
+    def run(self) -> str:
+        """What tells these weights from those of all other servers and updates, once they have been written to: two
+        trainings may count their versions alike. The same in all processes of a server on one machine."""
+        return f"of {_RUN}, {self.count} updates" if self.count else ""
 
 
 class HiCacheKvarve(HiCacheStorage):
@@ -323,14 +332,14 @@ def _identity(settings: Settings, model_name: str | None, ranks: Ranks) -> Ident
                 'says to what: set "weights" to a text that changes whenever they do'
             )
         whole = weights == READ_ALL
-        weights = checkpoint(path, getattr(args, "revision", None), whole=whole)
+        weights = _loaded(path, getattr(args, "revision", None), whole=whole)
         draft = getattr(args, "speculative_draft_model_path", None)
         if draft and draft != path:
-            weights += checkpoint(draft, getattr(args, "speculative_draft_model_revision", None), whole=whole)
+            weights += _loaded(draft, getattr(args, "speculative_draft_model_revision", None), whole=whole)
         for adapter in getattr(args, "lora_paths", None) or ():  # SGLang's hashes have its name and path, and no more
-            weights += checkpoint(adapter.lora_path, whole=whole)
-    version = _weight_version()
-    if version not in (None, "default"):
+            weights += _loaded(adapter.lora_path, whole=whole)
+        weights += _updates.run
+    if (version := _version()) is not None:
         weights += f" version {version}"
     numerics = settings.numerics or "; ".join(
         [
@@ -341,6 +350,14 @@ def _identity(settings: Settings, model_name: str | None, ranks: Ranks) -> Ident
         ]
     )
     return Identity(model, weights, numerics, (ranks.tp_size, ranks.pp_size, ranks.cp_size, ranks.replicated))
+
+
+@cache
+def _loaded(path: str, revision: str | None = None, *, whole: bool) -> str:
+    """The fingerprint of files as they were when a storage was attached first: the server has them in memory whatever
+    becomes of them since."""
+    found = checkpoint(path, revision, whole=whole)
+    return found + (f" or others {_RUN}" if replaced_since(local_files(path, revision), _BEGAN_S) else "")
 
 
 def _server_args() -> Any:
@@ -358,6 +375,13 @@ def _weight_version() -> str | None:
     return None if version is None else str(version)
 
 
+def _version() -> str | None:
+    """The version that a client gave with an update."""
+    return None if (version := _weight_version()) == "default" else version
+
+
+_RUN = f"{os.getppid()} since {began_ticks(os.getppid())} on {Path(BOOT).read_text().strip()}"
+_BEGAN_S = began_s()
 _updates = _Updates()
 
 

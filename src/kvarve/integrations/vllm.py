@@ -17,11 +17,11 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from vllm import __version__ as VLLM_VERSION
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -35,23 +35,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvarve.core.effects import Copy, Ended, Event
 from kvarve.core.reasons import Reason
 from kvarve.core.settings import Slots
-from kvarve.engine.identity import numerics
-from kvarve.errors import ConfigError
 from kvarve.integrations.extra_config import extra_config
-from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Removed, Scheduled, Stored, lookback_of
+from kvarve.integrations.plan import BlockPlanner, Group, Offer, Plan, Removed, Scheduled, Stored
+from kvarve.integrations.vllm_adapters import Adapters, Use
 from kvarve.integrations.vllm_around import Around
-from kvarve.integrations.vllm_identity import model_digest, weights_of
+from kvarve.integrations.vllm_groups import check_engine, device_of, groups_of, identity_of, layout_of
 from kvarve.integrations.vllm_metrics import COUNTERS, KvarveMetrics, KvarveStats
-from kvarve.integrations.vllm_weights import adapter_loaded, adapter_now
+from kvarve.integrations.vllm_weights import adapter_now, load_anew, others_of
 from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
 from kvarve.messages import Order, Report
-from kvarve.model import LAYOUT_FORMAT, ModelIdentity, Tier
+from kvarve.model import ModelIdentity, Tier
 from kvarve.scheduler import CacheScheduler
 from kvarve.worker import CLOSE_S, CacheWorker
 
@@ -72,19 +70,21 @@ SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """What a step's worker does. `idle`: the step computes nothing. `adapters`: by copy to or from vLLM's blocks, the
-    number of the adapter that the pages are of and the digest of its weights, which have to be loaded then."""
+    """What a step's worker does. `idle`: the step computes nothing. Adapters that have to be loaded: by copy to or from
+    vLLM's blocks that of its pages, and those that the step computes with."""
 
     plan: Plan = field(default_factory=Plan)
     idle: bool = False
-    adapters: dict[int, tuple[int, str]] = field(default_factory=dict)
+    copied: dict[int, Use] = field(default_factory=dict)
+    computed: list[Use] = field(default_factory=list)
 
 
 @dataclass
 class Reported(KVConnectorWorkerMetadata):
-    """What the worker tells the scheduler after a step."""
+    """What the worker tells the scheduler after a step. `mixed`: other weights of these adapters were loaded."""
 
     report: Report
+    mixed: list[Use]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         raise AssertionError("there is one worker")
@@ -115,7 +115,9 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             events = vllm_config.kv_events_config
             tells = events is not None and events.enable_kv_cache_events
-            self._scheduler_side = SchedulerSide(self._settings, self._groups, self._hash_tokens, tells)
+            lora = vllm_config.lora_config
+            places = 0 if lora is None else lora.max_cpu_loras
+            self._scheduler_side = SchedulerSide(self._settings, self._groups, self._hash_tokens, tells, places)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -148,8 +150,7 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._worker_side.take_report()
-        return None if report is None else Reported(report)
+        return self._worker_side.take_report()
 
     # --- in the scheduler's process
 
@@ -180,7 +181,8 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, Reported):
-            self._scheduler_side.ended(told.report)
+            self._scheduler_side.ended(told)
+        self._scheduler_side.received(connector_output.finished_recving or set())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -188,7 +190,7 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler_side.planner.finished(request.request_id)
+        self._scheduler_side.finished(request.request_id)
         return False, None  # copies hold references of their own
 
     def has_pending_push_work(self) -> bool:
@@ -227,35 +229,21 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.close()
 
 
-@dataclass
-class Adapter:
-    """An adapter as its requests find it: the digest of its weights, and the cached blocks that vLLM has then. vLLM's
-    hashes know its name and path alone."""
-
-    digest: str
-    blocks: Any
-
-
 class SchedulerSide:
     """Plans, and holds references to the blocks that copies use."""
 
     planner: BlockPlanner
     pool: Any  # vLLM's BlockPool
 
-    def __init__(self, settings: Any, groups: tuple[Group, ...], hash_tokens: int, tells: bool) -> None:
+    def __init__(self, settings: Any, groups: tuple[Group, ...], hash_tokens: int, tells: bool, places: int) -> None:
         self._settings, self._groups, self._hash_tokens, self._tells = settings, groups, hash_tokens, tells
         self._held: Counter[int] = Counter()  # references by block
         self._told: dict[str, float] = {}  # counters that have been given to vLLM
         self._explained: Counter[Reason] = Counter()  # the same of tokens by reason
         self._levels: dict[str, float] = {}  # of the host, by group, as last given to vLLM
+        self._void: set[str] = set()  # requests whose loads are of no use, when vLLM is told that they have ended
         self._around = Around(self.forget, self.settle)
-        self._digests: dict[int, str] = {}  # of adapters by their number, since the last step
-        self._adapters: dict[tuple[str, str], Adapter] = {}  # by name and path
-        self._salted: dict[int, Any] = {}  # by copy: the request whose pages it moves, if that has an adapter
-        # The cached blocks of vLLM of which some are of weights before: of an adapter, and of the model (None). When it
-        # has forgotten them all, it has others.
-        self._stale: dict[tuple[str, str] | None, Any] = {}
-        self._blocks: Any = None  # the cached blocks at the last step
+        self._adapters = Adapters(places, self._look, lambda: self.pool.cached_block_hash_to_block)
 
     def start(self, ready: Ready) -> None:
         shape = ready.identity, self._settings.cache, ready.slots
@@ -263,42 +251,64 @@ class SchedulerSide:
         self.planner = BlockPlanner(self.scheduler, self._groups, self._hash_tokens, tells=self._tells)
         self._around.ask(meet)
         self._around.when_idle(self.go_on)
+        self._around.watch("add_request", before=self._arrived)
+        for name in ("add_lora", "remove_lora"):
+            self._around.watch(name, after=self._adapters_changed)
 
     def ask(self, request: Any, computed: int) -> int | None:
+        self._around.look_again()
+        if not self._adapters.enter(request):
+            return None  # once a request with another adapter has ended
         read = not request.skip_reading_prefix_cache
-        return self.planner.ask(request, computed, time.monotonic(), read, lambda: self._salt(request, computed))
-
-    def _salt(self, request: Any, computed: int) -> str | None:
-        """What tells the pages of a request apart beside vLLM's hashes: its adapter's weights. None, so that its pages
-        are neither read nor saved: these are not known, or vLLM's own prefix may be of weights before."""
-        lora, name, salt = request.lora_request, None, ""
-        if lora is not None:
-            digest = self._digest(lora)
-            if not digest:
-                return None
-            name, salt = _name(lora), digest
-            before = self._adapters.get(name)
-            if before is not None and before.digest != digest and before.blocks is self._cached():
-                self._stale[name] = before.blocks
-            self._adapters[name] = Adapter(digest, self._cached())
-        stale = any(self._stale.get(each, self) is self._cached() for each in (None, name))
         # Of a prefix that ends within a page nothing is told.
-        return None if stale and (computed or self._hash_tokens < self.planner.page_tokens) else salt
+        prefix = bool(computed) or self._hash_tokens < self.planner.page_tokens
+        salt = partial(self._adapters.salt, request.lora_request, prefix)
+        return self.planner.ask(request, computed, time.monotonic(), read, salt)
 
-    def _digest(self, lora: Any) -> str:
-        """Of the adapter's weights as its next step computes with them."""
-        if lora.lora_int_id not in self._digests:
-            (self._digests[lora.lora_int_id],) = self._around.ask(adapter_now, lora) or [""]
-        return self._digests[lora.lora_int_id]
+    def finished(self, request_id: str) -> None:
+        self.planner.finished(request_id)
+        self._adapters.leave(request_id)
+        self._void.discard(request_id)
 
-    def _cached(self) -> Any:
-        return getattr(self.pool, "cached_block_hash_to_block", None)
+    def _look(self, lora: Any, others: set[int]) -> str:
+        (digest,) = self._around.ask(adapter_now, lora, others) or [""]
+        return str(digest)
+
+    # --- when weights change
 
     def forget(self) -> None:
         """Name pages anew from now on, as the weights are others, or will be."""
-        if self._cached() is self._blocks:
-            self._stale[None] = self._blocks
+        self._adapters.model_changed()
+        self._discard(self.planner.loaded())
         self.planner.reset(os.urandom(16).hex())
+
+    def _arrived(self, request: Any, *_: Any, **__: Any) -> None:
+        """A request that wants its adapter loaded anew: this is done now, and not in each of its steps."""
+        lora = request.lora_request
+        if lora is not None and lora.load_inplace and self._around.ask(load_anew, lora) == [True]:
+            request.lora_request = copy(lora)  # the client's own may be the same object
+            request.lora_request.load_inplace = False
+            self._adapters_changed()
+
+    def _adapters_changed(self, *_: Any, **__: Any) -> None:
+        """Adapters have been loaded, or pushed out, between steps."""
+        loaded = {name: salt for name, (_, salt) in self.planner.loaded().items() if salt}
+        uses = [self._adapters.use(name, salt) for name, salt in loaded.items()]
+        for others in self._around.ask(others_of, uses) or () if uses else ():
+            self._discard(use.request for use in others)
+
+    def _discard(self, requests: Iterable[str]) -> None:
+        """Have the prompts of requests computed whose pages have been loaded, or are being loaded."""
+        self._void.update(requests)
+        self._void -= self._around.compute(self._void)
+
+    def received(self, requests: set[str]) -> None:
+        """vLLM is about to take in that the loads of these requests have ended."""
+        if void := self._void & requests:
+            self._void -= void
+            self._around.fail(void)
+
+    # --- each step
 
     def plan(self, output: "SchedulerOutput") -> Orders:
         state = output.kv_connector_block_state
@@ -310,7 +320,7 @@ class SchedulerSide:
             for name, tokens in output.num_scheduled_tokens.items()
         }
         offers = {name: [Offer(*offer) for offer in them] for name, them in state.boundary_state_offloads.items()}
-        self._blocks = self._cached()
+        self._adapters.step()
         return self._plan(scheduled, offers)
 
     def _plan(self, scheduled: Mapping[str, Scheduled], offers: Mapping[str, list[Offer]]) -> Orders:
@@ -319,20 +329,17 @@ class SchedulerSide:
             self.pool.touch([self.pool.blocks[block] for block in plan.held])
             self._held.update(plan.held)
         self._free(plan.freed)
-        self._digests.clear()
-        self._salted |= {op: request for op, (request, _) in plan.salts.items()}
         if not self.planner.idle():
             self._around.again()
-        adapters = {op: (cast(Any, it).lora_request.lora_int_id, salt) for op, (it, salt) in plan.salts.items()}
-        return Orders(Plan(plan.orders, plan.loads, plan.void), idle=not scheduled, adapters=adapters)
+        copied = {op: self._adapters.use(request.request_id, salt) for op, (request, salt) in plan.salts.items()}
+        computed = [self._adapters.use(name, salt) for name, salt in self.planner.salts(scheduled).items()]
+        return Orders(Plan(plan.orders, plan.loads), idle=not scheduled, copied=copied, computed=computed)
 
-    def ended(self, report: Report) -> None:
-        for event in report.events if self._salted else ():
-            if isinstance(event, Ended) and (request := self._salted.pop(event.op, None)) and not event.good:
-                # It is computed with other weights, as may be blocks that vLLM has cached.
-                self.planner.distrust(request.request_id)
-                self._stale[_name(request.lora_request)] = self._cached()
-        self._free(self.planner.ended(report, time.monotonic()))
+    def ended(self, told: Reported) -> None:
+        for use in told.mixed:
+            self.planner.distrust(use.request)
+            self._adapters.mixed(use.adapter)
+        self._free(self.planner.ended(told.report, time.monotonic()))
 
     # --- beside the engine's steps
 
@@ -344,18 +351,21 @@ class SchedulerSide:
         self._exchange()
         return not self.planner.idle()
 
-    def settle(self) -> None:
-        """Wait until no copy uses the engine's blocks, for a while."""
+    def settle(self, running: bool) -> None:
+        """Wait until no copy uses the engine's blocks, for a while. `running`: nor may a request that has not ended."""
         end = time.monotonic() + SETTLE_S
         while self._held and time.monotonic() < end and self._exchange():
             pass
         if self._held:
             log.warning("copies of %d of vLLM's blocks take longer than %g s", len(self._held), SETTLE_S)
+        if running:
+            self._discard(self.planner.loaded())
 
     def _exchange(self) -> bool:
         """Orders and a report without a step; False without an engine to carry them."""
-        for report in self._around.ask(beside, self._plan({}, {})) or ():
-            self.ended(report)
+        for told, received, failed in self._around.ask(beside, self._plan({}, {})) or ():
+            self.ended(told)
+            self._around.received(received, failed)
             return True
         return False
 
@@ -413,11 +423,6 @@ class SchedulerSide:
             self._held += Counter()  # only what is above zero
 
 
-def _name(lora: Any) -> tuple[str, str]:
-    """An adapter, as vLLM's hashes know it."""
-    return lora.lora_name, lora.lora_path
-
-
 class WorkerSide:
     """Copies between the engine's tensors, host memory and storage."""
 
@@ -435,7 +440,8 @@ class WorkerSide:
         self.engine: Any = None  # vLLM's worker
         self._loads: dict[int, tuple[str, int]] = {}  # by copy: its request, and how many pages it has
         self._received, self._failed = set[str](), set[str]()  # requests whose loads have ended, or lack a page
-        self._void = set[str]()  # requests whose loads count as failed
+        self._mixed = set[str]()  # requests that were computed with other weights, as long as they are ordered
+        self._told: list[Use] = []  # uses of other weights that the scheduler is to be told of
         self._dropped: list[Event] = []  # of copies that were not made
         self._report: Report | None = None
         self._up = True  # as last reported
@@ -454,13 +460,13 @@ class WorkerSide:
             sizes = [block_bytes(name, tensor, blocks).shape[2] for name, tensor in mine.items()]
             pools.append(pool_of(group.name, sizes, group.lookback, group.blocks(self._page)))
             layers.append(mine)
-            kept.append(_layout(spec, mine))
-        identity = identity_of(self._vllm, pools, self._page, kept, self._settings.weights, _device(layers))
+            kept.append(layout_of(spec, mine))
+        identity = identity_of(self._vllm, pools, self._page, kept, self._settings.weights, device_of(layers))
         arenas = [
             EngineArena(pool, mine, blocks, group.blocks(self._page))
             for pool, mine, group in zip(pools, layers, self._groups, strict=True)
         ]
-        self._worker = CacheWorker(identity, self._settings.cache, device=str(_device(layers)), blocks=arenas)
+        self._worker = CacheWorker(identity, self._settings.cache, device=str(device_of(layers)), blocks=arenas)
         slots = {arena.pool.name: arena.slots for arena in self._worker.host}
         log.info(
             "kvarve keeps pages of %d tokens in host memory, at most by group: %s (%s)", self._page, slots, identity
@@ -477,19 +483,23 @@ class WorkerSide:
         for order in plan.orders:
             if isinstance(order, Copy) and order.op in plan.loads:
                 self._loads[order.op] = plan.loads[order.op], len(order.pages)
-        self._void |= plan.void
-        self.worker.do([order for order in plan.orders if not self._outdated(order, orders.adapters)])
+        others = others_of(self.engine, orders.computed)
+        self._mixed = {use.request for use in others} | self._mixed & {use.request for use in orders.computed}
+        self._told += others
+        self.worker.do([order for order in plan.orders if not self._outdated(order, orders.copied)])
         if orders.idle:
             self.worker.wait(IDLE_WAIT_S)
 
-    def _outdated(self, order: Order, adapters: Mapping[int, tuple[int, str]]) -> bool:
+    def _outdated(self, order: Order, copied: Mapping[int, Use]) -> bool:
         """Whether a copy is of pages of other weights of an adapter than are loaded. It ends at once."""
-        if not isinstance(order, Copy) or order.op not in adapters:
+        use = copied.get(order.op) if isinstance(order, Copy) else None
+        if not isinstance(order, Copy) or use is None:
             return False
-        number, digest = adapters[order.op]
-        if adapter_loaded(self.engine, number) == digest:
+        if use.request not in self._mixed and not others_of(self.engine, [use]):
             return False
         self._dropped.append(Ended(order.op, 0))
+        if order.target is not Tier.DEVICE:
+            self._told.append(use)
         return True
 
     def report(self) -> Report:
@@ -508,17 +518,16 @@ class WorkerSide:
         """The requests whose loads have ended, and those of them that lack a page."""
         self._report = self.report()
         (received, self._received), (failed, self._failed) = (self._received, set()), (self._failed, set())
-        void = self._void & received
-        self._void -= void
-        return received, failed | void
+        return received, failed
 
-    def take_report(self) -> Report | None:
+    def take_report(self) -> Reported | None:
         """What is new since the last one; nothing if that is nothing."""
         report, self._report = self._report, None
-        if report is not None and not report.events and report.up == self._up:
+        if report is None or (not report.events and not self._told and report.up == self._up):
             return None
-        self._up = report is None or report.up
-        return report
+        self._up = report.up
+        mixed, self._told = self._told, []
+        return Reported(report, mixed)
 
     def close(self) -> None:
         if self._worker is not None:
@@ -535,11 +544,12 @@ def meet(worker: Any) -> None:
         side.engine = worker
 
 
-def beside(_: Any, orders: Orders) -> Report:
-    """Carry out orders, and report."""
+def beside(_: Any, orders: Orders) -> tuple[Reported, set[str], set[str]]:
+    """Carry out orders, and report: also the requests whose loads have ended, and those of them that lack a page."""
     (side,) = _sides()
     side.do(orders)
-    return side.report()
+    ended = side.collect()
+    return side.take_report() or Reported(Report(up=side.worker.up), []), *ended
 
 
 def _sides() -> list[WorkerSide]:
@@ -547,81 +557,3 @@ def _sides() -> list[WorkerSide]:
     return [
         each._worker_side for each in [group, *getattr(group, "_connectors", [])] if isinstance(each, KvarveConnector)
     ]
-
-
-# --- what the engine is
-
-
-def check_engine(config: "VllmConfig") -> None:
-    """ConfigError for settings of the engine with which kvarve cannot work."""
-    transfer, parallel = config.kv_transfer_config, config.parallel_config
-    if not config.cache_config.enable_prefix_caching:
-        raise ConfigError(
-            "vLLM's prefix caching is off, whose hashes name kvarve's pages: remove --no-enable-prefix-caching, or "
-            "remove the connector"
-        )
-    if transfer.kv_role != "kv_both":
-        raise ConfigError(f"kv_role is {transfer.kv_role!r}: kvarve both saves and loads, so give 'kv_both'")
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            "kv_load_failure_policy is 'fail', by which a bad page would fail its request: give 'recompute'"
-        )
-    if parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
-        raise ConfigError(
-            f"{parallel.world_size} workers compute one model: kvarve's connector works with one so far; use vLLM's "
-            f"OffloadingConnector with kvarve as its secondary tier"
-        )
-
-
-def groups_of(config: "KVCacheConfig", page_tokens: int) -> tuple[Group, ...]:
-    """The groups that may be cached; kvarve's pools. ConfigError for a kind that is not known."""
-    found = []
-    for number in config.prefix_cacheable_group_ids:
-        spec = config.kv_cache_groups[number].kv_cache_spec
-        kind = get_kv_cache_spec_kind(spec).value
-        window = get_kv_cache_spec_sliding_window(spec) or getattr(spec, "attention_chunk_size", None)
-        if window is not None:
-            window += getattr(spec, "extra_retained_tokens", 0)
-        name = f"{number}-{kind.replace('_', '-')}"[:32]
-        lookback = lookback_of(kind, page_tokens, window)
-        found.append(Group(number, name, spec.block_size, lookback, kind == "mamba", kind, window))
-    if not found:
-        raise ConfigError("no cache group of this model may be cached: remove the connector")
-    return tuple(found)
-
-
-def identity_of(
-    config: "VllmConfig", pools: list[Any], page_tokens: int, kept: list[str], weights: str, device: torch.device
-) -> ModelIdentity:
-    """All that decides the bytes of a page, as far as a connector can tell.
-
-    The grid is a page: vLLM computes a prompt in chunks that follow from its load, and its own prefix cache does not
-    tell them apart either.
-    """
-    model, cache = config.model_config, config.cache_config
-    return ModelIdentity(
-        architecture=" ".join(model.architectures),
-        weights=weights_of(config, weights),
-        dtype=str(model.dtype).removeprefix("torch."),
-        page_tokens=page_tokens,
-        chunk_tokens=page_tokens,
-        pools=tuple(pools),
-        layout=f"{LAYOUT_FORMAT} of vllm: {'; '.join(kept)}",
-        config=model_digest(config),
-        quantisation=f"{model.quantization or ''} {cache.cache_dtype}".strip(),
-        numerics=numerics([device], [f"vllm {VLLM_VERSION}", f"hashes {cache.prefix_caching_hash_algo}"]),
-    )
-
-
-def _layout(spec: Any, tensors: Mapping[str, torch.Tensor]) -> str:
-    """How the bytes of a group's blocks lie, for the identity."""
-    found = []
-    for tensor in tensors.values():
-        strides = tensor.stride()
-        order = sorted(range(1, tensor.dim()), key=lambda axis: -strides[axis])
-        found.append(f"{tuple(tensor.shape[1:])} {tensor.dtype} {order}")
-    return f"{spec.kv_cache_spec!r} {found}"
-
-
-def _device(layers: list[dict[str, torch.Tensor]]) -> torch.device:
-    return next(iter(layers[0].values())).device

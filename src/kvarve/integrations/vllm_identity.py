@@ -6,12 +6,14 @@ engines share needs all of this in its namespace. A needless difference costs mi
 """
 
 import json
+import math
+import os
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 from kvarve.engine.identity import config_digest
-from kvarve.integrations.checkpoint import Find, in_hub_cache, local_files, weights_fingerprint
+from kvarve.integrations.checkpoint import Find, in_hub_cache, local_files, replaced_since, weights_fingerprint
 from kvarve.integrations.given import READ_ALL
 
 Fields = dict[str, object]
@@ -55,8 +57,9 @@ def groups_fields(kv_cache_config: Any) -> Fields:
     return {"groups": groups}
 
 
-def weights_of(vllm_config: Any, setting: str, find: Find = in_hub_cache) -> str:
+def weights_of(vllm_config: Any, setting: str, began_s: float = math.inf, find: Find = in_hub_cache) -> str:
     """What tells the weights apart, a draft model's too: the operator's name for them, or a fingerprint of their files.
+    If these are newer than the process, which `began_s`, the weights are like no others.
 
     ConfigError: the weights are not on this machine, and the operator has to name them.
     """
@@ -68,7 +71,10 @@ def weights_of(vllm_config: Any, setting: str, find: Find = in_hub_cache) -> str
     drafts = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     models = [model] if drafts is None or drafts.model == model.model else [model, drafts]
     folders = [local_files(each.model, each.revision, load.download_dir, find) for each in models]
-    return " ".join(weights_fingerprint(folder, whole=setting == READ_ALL) for folder in folders)
+    found = [weights_fingerprint(folder, whole=setting == READ_ALL) for folder in folders]
+    if any(replaced_since(folder, began_s) for folder in folders):
+        found.append(f"or others, {os.urandom(16).hex()}")
+    return " ".join(found)
 
 
 def plain(value: Any) -> object:

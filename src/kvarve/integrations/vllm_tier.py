@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError
+from kvarve.integrations.checkpoint import began_s
 from kvarve.integrations.chunks import ChunkStore, Found, namespace_of
 from kvarve.integrations.tier_settings import TierSettings, read_settings
 from kvarve.integrations.vllm_around import Around
@@ -123,6 +124,7 @@ class KvarveTier(SecondaryTierManager):
     # --- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self._around.look_again()
         return RESULTS[self.chunks.lookup(key, req_context.req_id)]
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -254,7 +256,7 @@ def _identity(spec: Any, settings: TierSettings, row_bytes: int) -> Fields:
     if kv_cache_config is not None:
         fields["specs"] = groups_fields(kv_cache_config)
     fields["model"] = model_digest(vllm_config)
-    fields["weights"] = weights_of(vllm_config, settings.weights)
+    fields["weights"] = weights_of(vllm_config, settings.weights, began_s())
     return {name: plain(value) for name, value in fields.items()}
 
 

@@ -5,13 +5,15 @@ unread.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvarve.integrations.vllm_adapters import Use
 
 log = logging.getLogger("vllm.kvarve")
 
@@ -39,20 +41,40 @@ def weights_now(worker: Any) -> str:
         return ""
 
 
-def adapter_now(worker: Any, request: Any) -> str:
+def adapter_now(worker: Any, request: Any, others: Iterable[int] = ()) -> str:
     """A digest of the weights of the adapter that this request is computed with; "" if they cannot be read. Equal
     weights have equal digests in all engines.
 
-    If need be the adapter is loaded, as vLLM would do in the request's first step: then it would be too late.
+    If need be the adapter is loaded, as vLLM would do in the request's first step: then it would be too late. None of
+    the `others` is pushed out for it, of which vLLM's own order of use says nothing.
     """
     try:
         manager = worker.model_runner.lora_manager
-        if request.load_inplace or request.lora_int_id not in manager.list_adapters():
+        if request.lora_int_id not in (there := manager.list_adapters()):
+            for number in {*others} & {*there}:
+                manager._adapter_manager._registered_adapters.touch(number)
             manager.add_adapter(request)
         return adapter_loaded(worker, request.lora_int_id)
     except Exception as error:  # noqa: BLE001  as above; vLLM tells the client why its adapter cannot be loaded
         log.warning("kvarve keeps no pages of adapter %r: %r", request.lora_path, error)
         return ""
+
+
+def load_anew(worker: Any, request: Any) -> bool:
+    """Load an adapter again, if it has been loaded; False: it cannot be."""
+    try:
+        manager = worker.model_runner.lora_manager
+        if request.lora_int_id in manager.list_adapters():
+            manager.add_adapter(request)
+        return True
+    except Exception as error:  # noqa: BLE001  as above
+        log.warning("kvarve keeps no pages of adapter %r: %r", request.lora_path, error)
+        return False
+
+
+def others_of(worker: Any, uses: Iterable[Use]) -> list[Use]:
+    """Those of which other weights are loaded, or none."""
+    return [use for use in uses if adapter_loaded(worker, use.number) != use.digest]
 
 
 def adapter_loaded(worker: Any, number: int) -> str:

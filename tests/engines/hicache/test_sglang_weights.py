@@ -32,9 +32,8 @@ def version(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The `weight_version` that SGLang tells; what was noticed of updates is forgotten at the end."""
     told = {"now": "default"}
     monkeypatch.setattr(connector, "_weight_version", lambda: told["now"])
-    for name in ("count", "_version"):
-        monkeypatch.setattr(connector._updates, name, getattr(connector._updates, name))
-    connector._updates.count = 0
+    monkeypatch.setattr(connector._updates, "count", 0)
+    connector._loaded.cache_clear()
     return told
 
 
@@ -103,10 +102,40 @@ def test_updated_weights_that_have_no_version_are_not_taken_for_those_of_the_fil
         weights()
     assert weights("step 7") == "step 7"
     version["now"] = "step 8"
-    assert weights() not in ("", first)
+    found = weights()
+    assert found not in ("", first) and weights() == found
     write("update_weights_from_disk")
-    with pytest.raises(ConfigError, match="weight_version"):
-        weights()
+    assert weights() not in (found, first), "the version is that of the update before"
+
+
+def test_an_update_in_pieces_that_all_carry_the_version_has_one(
+    weights: Callable[..., str], version: dict[str, str]
+) -> None:
+    first = weights()
+    for _ in range(2):
+        write("update_weights_from_tensor")
+        version["now"] = "7"  # SGLang sets it after each piece
+    assert weights() not in ("", first)
+
+
+def test_two_trainings_that_count_their_updates_alike_share_no_page(
+    weights: Callable[..., str], version: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("update_weights_from_tensor")
+    version["now"] = "1"
+    found = weights()
+    monkeypatch.setattr(connector, "_RUN", "another server")
+    assert weights() != found
+    assert weights("step 1") == "step 1 version 1", "a name is the operator's word"
+
+
+def test_files_that_were_overwritten_since_the_start_are_not_what_a_server_computes_with(
+    weights: Callable[..., str], tmp_path: Path
+) -> None:
+    """A storage is detached, a trainer overwrites the folder, and a storage is attached: the memory is what it was."""
+    first = weights()
+    saved(tmp_path / "model", 2)
+    assert weights() == first
 
 
 def test_a_storage_attached_to_a_server_that_runs_wants_a_name_for_its_weights(
@@ -134,8 +163,10 @@ def test_adapters_of_the_start_are_told_apart_by_their_weights(weights: Callable
     adapters = [LoRARef(lora_id=LoRARef.deterministic_id("a", path), lora_name="a", lora_path=path)]
     found = [weights(lora_paths=[]), weights(lora_paths=adapters)]
     saved(tmp_path / "adapter", 2, "adapter_config.json", '{"lora_alpha": 32}')
+    connector._loaded.cache_clear()  # another server
     found.append(weights(lora_paths=adapters))
     saved(tmp_path / "adapter", 3)
+    connector._loaded.cache_clear()
     found.append(weights(lora_paths=adapters))
     assert len({*found}) == 4
     assert weights(lora_paths=None) == found[0]
