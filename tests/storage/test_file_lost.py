@@ -109,6 +109,10 @@ def test_a_model_that_is_hidden_is_said_and_takes_its_room(filled, opened, caplo
     assert warned(caplog.text, damage) == 1
     if harm == "no name":
         assert total(model.parents[1]) <= before + (64 << 10) and any(other.exists([f"other-{i}" for i in range(60)]))
+        other.close()
+        smaller = opened(100 << 10, OTHER_LABEL, "model B")
+        assert total(model.parents[1]) <= 100 << 10
+        assert put(smaller, more=bytes(4096)) == [True]
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -191,7 +195,7 @@ def test_slabs_of_which_a_sync_failed_and_a_folder_that_was_emptied_are_counted(
     assert storage.usage().lost == 5 and warned(caplog.text, "a sync has failed (Input/output error)") == 1
     assert all(put(storage, **{f"page-{i}": b"1" for i in range(5)}))
     (folder / "models").rename(folder.parent / "models")
-    assert storage.usage().lost == 5
+    assert storage.usage().lost == 10
 
 
 def test_nothing_is_lost_by_what_is_evicted_dropped_or_expires(opened) -> None:

@@ -31,7 +31,7 @@ from kvarve.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, Damaged, check_owner, check_settings
 from kvarve.storage.file.clock import CLOCK
 from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection
-from kvarve.storage.file.header import FORMAT, HEADER_BYTES, Header, owner_of, read_header
+from kvarve.storage.file.header import FORMAT, HEADER_BYTES, owner_of, read_header
 from kvarve.storage.file.marker import MARKER, MARKER_BYTES, format_in, written
 from kvarve.storage.file.processes import (
     PROCESSES,
@@ -272,13 +272,13 @@ def _has_tables(disk: Disk, root: Directory) -> bool:
     with suppress(FileNotFoundError, NotOurs), disk.closing(disk.enter_below(root, _MODELS)) as models:
         for name in filter(_MODEL_NAME.fullmatch, disk.entries(models)):
             with suppress(OSError), disk.closing(disk.enter_below(models, name)) as folder:
-                if next(_headers(disk, folder), None) is not None:
+                if next(owners_in(disk, folder), None) is not None:
                     return True
     return False
 
 
-def _headers(disk: Disk, folder: Directory) -> Iterator[Header]:
-    """The intact headers of a model's tables, one of each table that has any."""
+def owners_in(disk: Disk, folder: Directory) -> Iterator[int]:
+    """The ids of models in the headers of tables, of each table that has an intact one."""
     for name in disk.files(folder):
         if name.endswith(TABLE) and slab_file(name):
             with suppress(OSError):
@@ -290,7 +290,7 @@ def _headers(disk: Disk, folder: Directory) -> Iterator[Header]:
                 finally:
                     disk.close(file)
                 if found is not None:
-                    yield found
+                    yield found.owner
 
 
 def _check_processes(disk: Disk, models: Directory, capacity_bytes: int | None, shared: bool) -> None:
@@ -352,7 +352,7 @@ def _owner_of(disk: Disk, folder: Directory) -> tuple[bytes, str]:
     label = bytes.fromhex(content["label"])
     if model_name(label) != folder.path.name or len(label) > LABEL_MAX_BYTES:
         raise Damaged(f"{folder.path / _MODEL} is damaged (its label is that of another folder): {what_to_do}")
-    owner, owners = owner_of(label), (header.owner for header in _headers(disk, folder))
+    owner, owners = owner_of(label), owners_in(disk, folder)
     if next(owners, owner) != owner and owner not in owners:
         raise Damaged(f"{folder.path / _MODEL} is damaged (its label is not that of its slabs): {what_to_do}")
     return label, "".join(

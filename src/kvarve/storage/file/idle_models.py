@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from threading import Lock
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvarve.storage.file.folder import (
     Known,
     files_of_model,
     known_models,
+    owners_in,
     remove_model,
     slab_name,
     slab_numbers,
@@ -88,14 +89,19 @@ class IdleModels:
         self._known: dict[str, Known] = {}  # of the last offers, by name
 
     def offers(self) -> list[Offer]:
-        """All slabs of all models that no process has open."""
+        """All slabs of all models that no process has open. Those of a damaged one say whose they are."""
         found, models = [], self._folder.models
-        self._known = {model.name: model for model in known_models(self._disk, models)[0]}
-        for model in self._known.values():
-            if model.name != self._folder.model.path.name:
-                with self._disk.closing(self._disk.enter_below(models, model.name)) as folder:
-                    if not is_in_use(self._disk, folder):
-                        found += self._offers_of(model.name, folder, owner_of(model.label))
+        known, damaged = known_models(self._disk, models)
+        self._known = {model.name: model for model in known}
+        for name in {*self._known, *damaged} - {self._folder.model.path.name}:
+            with (
+                suppress(*(OSError,) if name in damaged else ()),
+                self._disk.closing(self._disk.enter_below(models, name)) as folder,
+            ):
+                owners = (owner_of(self._known[name].label),) if name in self._known else owners_in(self._disk, folder)
+                if not is_in_use(self._disk, folder):
+                    for owner in islice(owners, 1):
+                        found += self._offers_of(name, folder, owner)
         there = {(each.model, each.number) for each in found}
         self._seen = {key: it for key, it in self._seen.items() if key in there}
         return found
@@ -138,7 +144,7 @@ class IdleModels:
 
     def rescue(self, going: Sequence[Offer], limits: Limits, *, goes_on: Callable[[], bool]) -> None:
         """Move the hottest objects of slabs that are about to be removed to others of their models."""
-        for name in {offer.model for offer in going if offer.slab is None}:
+        for name in {offer.model for offer in going if offer.slab is None} & self._known.keys():
             numbers, model = {offer.number for offer in going if offer.model == name}, self._known[name]
             folder = Folder(self._disk, self._folder.directory, model.label, model.description, make=False)
             try:

@@ -88,6 +88,7 @@ class FileStorage(Storage):
         self._saved_ns = 0
         self._mover = Mover(threads, self._lock, self._require_open)
         self._open = False
+        self._index: Index
         self._enter(make=True)
         self._open = True
         _open_here.add(self)
