@@ -124,8 +124,10 @@ INSTALLS = {
 # What a module loaded by an engine finds there.
 ENGINES = {
     "integrations/vllm.py": {"vllm"},
+    "integrations/vllm_adapters.py": {"vllm"},
     "integrations/vllm_around.py": {"vllm"},
     "integrations/vllm_engine.py": {"vllm"},
+    "integrations/vllm_groups.py": {"vllm"},
     "integrations/vllm_metrics.py": {"vllm"},
     "integrations/vllm_tier.py": {"vllm"},
     "integrations/sglang.py": {"sglang"},

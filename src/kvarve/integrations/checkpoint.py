@@ -80,7 +80,7 @@ def weights_fingerprint(folder: Path, *, whole: bool = False) -> str:
 
 def began_ticks(process: int | str) -> int:
     """When a process began, in the system's ticks since it was started. OSError: that is not known here."""
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[19])
 
 
 def began_s() -> float:

@@ -7,6 +7,7 @@ up, prefetch and back up. All it does is turn SGLang's words into those of `inte
 import logging
 import os
 import platform
+import secrets
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -380,7 +381,15 @@ def _version() -> str | None:
     return None if (version := _weight_version()) == "default" else version
 
 
-_RUN = f"{os.getppid()} since {began_ticks(os.getppid())} on {Path(BOOT).read_text().strip()}"
+def _run() -> str:
+    """What tells this server's run from all others; the same in its ranks on one machine, which it has started."""
+    try:
+        return f"{os.getppid()} since {began_ticks(os.getppid())} on {Path(BOOT).read_text('ascii').strip()}"
+    except OSError:  # its process is not to be seen from here: each rank is a run of its own
+        return secrets.token_hex(16)
+
+
+_RUN = _run()
 _BEGAN_S = began_s()
 _updates = _Updates()
 
