@@ -199,8 +199,9 @@ def test_two_engines_at_once_store_and_find_each_others_pages(
 ) -> None:
     engines = (first, second)
     for prompts in ((OTHER, THIRD), (THIRD, OTHER)):
+        for engine in engines:
+            engine.call("forget")  # after what it stores is stored
         for engine, asked in zip(engines, prompts, strict=True):
-            engine.call("forget")
             engine.send("ask", prompts=[asked])
         found = [answer for engine in engines for answer in engine.answer()]
         expected = (alone.other, alone.third) if prompts[0] is OTHER else (alone.third, alone.other)
