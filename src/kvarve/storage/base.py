@@ -118,7 +118,7 @@ class Storage(Protocol):
 
         A backend that has no say in what is evicted does nothing.
         """
-        return
+        check_names(names)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         """Remove each object; True where there was one."""
