@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import test_crashes as crashes
-from file_disks import MIB, Clockwork, file_name, total, trouble
+from file_disks import MIB, Clockwork, Open, file_name, total, trouble
 
 from kvarve.storage import FileStorage
 from kvarve.testing.faulty_disk import Fate, FaultyDisk
@@ -35,6 +35,16 @@ def use(storage: FileStorage, disk: Clockwork, names: list[str]) -> None:
     for name in names:
         assert get(storage, name) is not None
         disk.elapse(1)
+
+
+def hot_among_cold(opened: Open, disk: Clockwork, count: int = 20) -> list[str]:
+    """A closed store of 200 objects, of which so many were used last; their names."""
+    storage = opened(WIDE, disk=disk)
+    there_now = filled(storage, disk, 200)
+    hot = there_now[:: len(there_now) // count][:count]
+    use(storage, disk, hot)
+    storage.close()
+    return hot
 
 
 def kept(storage: FileStorage, names: list[str]) -> int:
@@ -133,11 +143,7 @@ def test_on_a_full_disk_too_its_hottest_objects_are_kept(opened, folder, full):
 
 def test_a_model_that_no_process_has_open_keeps_its_hot_objects_too(opened, folder):
     disk = Clockwork()
-    storage = opened(WIDE, disk=disk)
-    there_now = filled(storage, disk, 200)
-    hot = there_now[:: len(there_now) // 20][:20]
-    use(storage, disk, hot)
-    storage.close()
+    hot = hot_among_cold(opened, disk)
     other = opened(NARROW, OTHER_LABEL, "model B", disk=disk)
     assert total(folder) <= NARROW
     other.close()
@@ -153,11 +159,7 @@ def test_objects_are_moved_for_so_long_and_the_hottest_first(opened, folder, cap
             return super().write(file, data, at)
 
     disk = Slow()
-    storage = opened(WIDE, disk=disk)
-    there_now = filled(storage, disk, 200)
-    hot = there_now[:: len(there_now) // 60][:60]
-    use(storage, disk, hot)
-    storage.close()
+    hot = hot_among_cold(opened, disk, 60)
     disk.pause_s = 0.25
     began = disk.wall
     storage = opened(NARROW, disk=disk)
@@ -185,11 +187,7 @@ def test_the_bytes_of_what_is_moved_are_on_the_medium_before_its_entry(opened):
                 self.unsynced.discard(file_name(file))
 
     disk = Ordered()
-    storage = opened(WIDE, disk=disk)
-    there_now = filled(storage, disk, 200)
-    hot = there_now[:: len(there_now) // 20][:20]
-    use(storage, disk, hot)
-    storage.close()
+    hot = hot_among_cold(opened, disk)
     disk.unsynced = set()
     assert kept(opened(NARROW, disk=disk), hot) == 20
     assert disk.unsynced == set()
@@ -213,11 +211,7 @@ def test_a_bad_sector_costs_the_objects_alone_that_were_to_be_moved_from_or_to_i
             return super().write(file, data, at)
 
     disk = Bad()
-    storage = opened(WIDE, disk=disk)
-    there_now = filled(storage, disk, 200)
-    hot = there_now[:: len(there_now) // 20][:20]
-    use(storage, disk, hot)
-    storage.close()
+    hot = hot_among_cold(opened, disk)
     disk.bad = True
     storage = opened(NARROW, disk=disk)
     disk.bad = False

@@ -212,7 +212,7 @@ class _Opaque(Exception):
 
 class _Answering(TorchFunctionMode):
     """Answers a number where a model reads a whole number out of a tensor without bytes, and where it asks which values
-    are not zero, such as the experts that tokens go to, so many and one more."""
+    are not zero, such as the experts that tokens go to, the indices of `number` + 1 values."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -95,7 +95,7 @@ class Flushes:
             pages, idle = self._asked(flush, lambda: (self._pages.evict(what.of()), self._pages.idle()), what)
             with self._lock:
                 flush.gone += pages
-                # Write-back copies pages down before it evicts them, and who has joined asks for a later eviction.
+                # Under write-back a page is copied down before it is evicted; who joined asks for a later eviction.
                 if over or (idle and asked == flush.asked):
                     self._end(what, flush)
                     return

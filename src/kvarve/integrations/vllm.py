@@ -241,7 +241,7 @@ class SchedulerSide:
         self._told: dict[str, float] = {}  # counters that have been given to vLLM
         self._explained: Counter[Reason] = Counter()  # the same of tokens by reason
         self._levels: dict[str, float] = {}  # of the host, by group, as last given to vLLM
-        self._void: set[str] = set()  # requests whose loads are of no use, when vLLM is told that they have ended
+        self._void: set[str] = set()  # requests whose loaded pages vLLM must not use: their loads count as failed
         self._around = Around(self.forget, self.settle)
         self._adapters = Adapters(places, self._look, lambda: self.pool.cached_block_hash_to_block)
 
@@ -260,7 +260,7 @@ class SchedulerSide:
         if not self._adapters.enter(request):
             return None  # once a request with another adapter has ended
         read = not request.skip_reading_prefix_cache
-        # Of a prefix that ends within a page nothing is told.
+        # vLLM does not say whether it has cached a part of a page.
         prefix = bool(computed) or self._hash_tokens < self.planner.page_tokens
         salt = partial(self._adapters.salt, request.lora_request, prefix)
         return self.planner.ask(request, computed, time.monotonic(), read, salt)
