@@ -55,7 +55,7 @@ def test_a_damaged_format_is_written_anew_and_said(filled: Path, opened: Open, h
     else:
         damaged(marker, how)
     assert main(["storage", "verify", str(filled)]) == 1
-    assert f"{MARKER} is damaged or missing, but the slabs are in this format" in capsys.readouterr().out
+    assert f"{MARKER} is damaged or missing, but its data are in this format" in capsys.readouterr().out
     storage = opened()
     assert get(storage, "a") == b"1"
     assert marker.read_bytes() == whole

@@ -32,7 +32,7 @@ from kvarve.storage.base import LABEL_MAX_BYTES, Damaged, check_owner, check_set
 from kvarve.storage.file.clock import CLOCK
 from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection
 from kvarve.storage.file.header import FORMAT, HEADER_BYTES, owner_of, read_header
-from kvarve.storage.file.marker import MARKER, MARKER_BYTES, format_in, written
+from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
 from kvarve.storage.file.processes import (
     PROCESSES,
     is_locked,
@@ -242,29 +242,13 @@ def problem_of_marker(disk: Disk, root: Directory) -> str:
     """What is wrong with the file that says the format of a folder that is not empty, if its tables say that it is of
     this format; "" if nothing is. StorageError: a folder of another format, or of something else. Damaged: neither the
     file nor any table can be read."""
-    path, what_to_do = root.path / MARKER, "empty its folder or give another one"
-    refusal: StorageError
-    try:
-        version = format_in(_content(disk, root, MARKER), FORMAT)
-        if version == FORMAT:
-            return ""
-        raise StorageError(
-            f"{root.path} holds pages of another version of kvarve ({version!r}), which this one ({FORMAT!r}) "
-            f"does not read: empty this folder or give another one"
-        )
-    except FileNotFoundError:
-        refusal = StorageError(
-            f"{root.path} is not empty and not a kvarve storage folder: give another or an empty one"
-        )
-    except ValueError as error:
-        refusal = Damaged(f"{path} is damaged ({error}): {what_to_do}")
-    except OSError as error:
-        if error.errno not in UNREADABLE:
-            raise
-        refusal = Damaged(f"{path} cannot be read ({error.strerror}): {what_to_do}")
-    if not _has_tables(disk, root):
-        raise refusal
-    return f"{path} is damaged or missing, but the slabs are in this format ({FORMAT})"
+    return problem_in(
+        root.path,
+        lambda: _content(disk, root, MARKER),
+        FORMAT,
+        kind="kvarve storage folder",
+        otherwise=lambda: _has_tables(disk, root),
+    )
 
 
 def _has_tables(disk: Disk, root: Directory) -> bool:

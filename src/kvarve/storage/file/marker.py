@@ -1,7 +1,13 @@
-"""The file in a store's folder that says its format: a few bytes without which nothing else would be read. Pure."""
+"""The file in a store's folder that says its format: a few bytes without which nothing else would be read."""
 
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
+
+from kvarve.errors import StorageError
+from kvarve.storage.base import Damaged
+from kvarve.storage.file.disk import UNREADABLE
 
 MARKER = "kvarve.json"
 MARKER_BYTES = 1 << 16  # at most
@@ -29,3 +35,30 @@ def format_in(raw: bytes, ours: str) -> str:
         if len(raw) == len(intact) and differs.bit_count() == 1:
             raise ValueError(f"format {found!r}, which is {ours!r} but for one bit")
     return found
+
+
+def problem_in(folder: Path, read: Callable[[], bytes], ours: str, *, kind: str, otherwise: Callable[[], bool]) -> str:
+    """What is wrong with the file, which `read` reads, of a folder that is not empty, if what lies beside it says that
+    it is in our format (`otherwise`); "" if nothing is. StorageError: it is in another format, or no folder of this
+    kind. Damaged: neither the file nor what lies beside it can be read."""
+    path, what_to_do = folder / MARKER, "empty its folder or give another one"
+    refusal: StorageError
+    try:
+        found = format_in(read(), ours)
+        if found == ours:
+            return ""
+        raise StorageError(
+            f"{folder} holds pages of another version of kvarve ({found!r}), or of another kind of store, and not of "
+            f"this one ({ours!r}): empty this folder or give another one"
+        )
+    except FileNotFoundError:
+        refusal = StorageError(f"{folder} is not empty and not a {kind}: give another or an empty one")
+    except ValueError as error:
+        refusal = Damaged(f"{path} is damaged ({error}): {what_to_do}")
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        refusal = Damaged(f"{path} cannot be read ({error.strerror}): {what_to_do}")
+    if not otherwise():
+        raise refusal
+    return f"{path} is damaged or missing, but its data are in this format ({ours})"

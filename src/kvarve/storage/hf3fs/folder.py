@@ -23,10 +23,9 @@ from itertools import islice
 from pathlib import Path
 
 from kvarve.errors import StorageError
-from kvarve.storage.base import Damaged
-from kvarve.storage.file.disk import BLOCK_BYTES, UNREADABLE, Directory, Disk
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
 from kvarve.storage.file.folder import Medium
-from kvarve.storage.file.marker import MARKER, MARKER_BYTES, format_in, written
+from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
 from kvarve.storage.hf3fs.metadata.base import Extent
 from kvarve.storage.hf3fs.slots import HEADER_BYTES, extent_of, file_name, offset, read_header, slots_of
 
@@ -230,28 +229,16 @@ def _is_store(disk: Disk, root: Directory) -> bool:
     names = disk.entries(root).keys()
     if not [name for name in names if name not in _NOT_CONTENT and not name.startswith(f"{MARKER}~")]:
         return False
-    path, what_to_do = root.path / MARKER, "empty its folder or give another one"
-    refusal: StorageError
-    try:
-        found = format_in(_content(disk, root), FORMAT)
-        if found == FORMAT:
-            return True
-        raise StorageError(
-            f"{root.path} is in format {found!r}, not that of a store on 3FS ({FORMAT!r}): "
-            f"give another folder or empty this one"
-        )
-    except FileNotFoundError:
-        refusal = StorageError(f"{root.path} is not empty and not a kvarve store on 3FS: give another or an empty one")
-    except ValueError as error:
-        refusal = Damaged(f"{path} is damaged ({error}): {what_to_do}")
-    except OSError as error:
-        if error.errno not in UNREADABLE:
-            raise
-        refusal = Damaged(f"{path} cannot be read ({error.strerror}): {what_to_do}")
-    if not any(_has_slots(disk, root, extent, it.st_size) for extent, it in _extents(disk, root)):
-        raise refusal
-    log.warning("%s is damaged or missing, but the slots are in this format (%s)", path, FORMAT)
-    return False
+    problem = problem_in(
+        root.path,
+        lambda: _content(disk, root),
+        FORMAT,
+        kind="kvarve store on 3FS",
+        otherwise=lambda: any(_has_slots(disk, root, extent, it.st_size) for extent, it in _extents(disk, root)),
+    )
+    if problem:
+        log.warning("%s", problem)
+    return not problem
 
 
 def _extents(disk: Disk, root: Directory) -> Iterator[tuple[Extent, os.stat_result]]:
