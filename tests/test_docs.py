@@ -2,18 +2,19 @@
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import forks
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("quick", [["--quick"], pytest.param([], marks=pytest.mark.long)])
 def test_the_pages_show_the_code_as_it_is(quick: list[str]) -> None:
-    done = subprocess.run(
+    done = forks.run(
         [sys.executable, ROOT / "tools" / "docs.py", "--check", *quick],
         capture_output=True,
         text=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import forks
 from kvarve import leftovers
 from kvarve.engine.ranks import started
 from kvarve.leftovers import MARK, locked, sweep, temporary_folder
@@ -40,7 +41,7 @@ def short_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @contextmanager
 def working() -> Iterator[tuple["subprocess.Popen[str]", list[Path]]]:
     """A process, and what it has made: where its ranks meet, and shared memory."""
-    with subprocess.Popen(
+    with forks.Popen(
         [sys.executable, "-c", WORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None

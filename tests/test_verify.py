@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache as cached
@@ -16,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import forks
 import kvarve.engine.state
 import kvarve.keys
 import kvarve.scheduler
@@ -101,7 +101,7 @@ def test_the_model_inside_kvarve_is_proved_on_the_command_line(tmp_path: Path) -
     command = [sys.executable, "-m", "kvarve", "verify", "--model", "builtin:tiny-hybrid", "--quick", "--json", report]
     # On a busy machine several threads wait for each other at every step: 200 s instead of 6.
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=280, check=False)
+    done = forks.run(command, env=alone, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert "every bit equal" in done.stdout

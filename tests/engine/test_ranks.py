@@ -14,6 +14,7 @@ import torch
 from one_of_ranks import compare
 from one_waiting import DEADLINE_S
 
+import forks
 import gpu_nodes
 from kvarve.engine.ranks import started
 from kvarve.testing.models import save_checkpoint, tiny_model
@@ -46,7 +47,7 @@ def waiting(
     """So many ranks, each a node, that compute (`one_waiting.py`)."""
     words, address = [sys.executable, str(Path(__file__).with_name("one_waiting.py"))], gpu_nodes.address()
     started = [
-        subprocess.Popen(
+        forks.Popen(
             [*words, str(node), str(nodes), address, str(odd), end, *device],
             env=gpu_nodes.environment(node),
             stdout=subprocess.PIPE,

@@ -1,7 +1,6 @@
 """The weights that an engine serves are told apart by their files, wherever these lie."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import forks
 from kvarve.errors import ConfigError
 from kvarve.integrations.checkpoint import local_files, weights_fingerprint
 
@@ -94,7 +94,7 @@ def test_a_process_began_when_it_was_started(tmp_path: Path) -> None:
     """To a tick of the clock: files that were written right before are older."""
     (tmp_path / "before").touch()
     code = "from kvarve.integrations.checkpoint import began_s; print(began_s())"
-    found = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+    found = float(forks.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
     (tmp_path / "after").touch()
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
     assert (tmp_path / "before").stat().st_ctime - 2 * tick_s <= found <= (tmp_path / "after").stat().st_ctime

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forks
 from kvarve.bench.accuracy import Question, _of_file, own
 from kvarve.bench.settings import Accuracy
 from kvarve.errors import ConfigError
@@ -85,7 +85,7 @@ def test_the_model_of_kvarve_s_own_answers_alike_from_storage(tmp_path: Path) ->
     words = ["--requests", "6", "--serve=--threads 1", "--out", str(tmp_path / "out"), "--json", "-"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
     command = [sys.executable, "-W", "error", "-m", "kvarve", "bench", "accuracy", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = forks.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     report = json.loads(done.stdout)
     (found,) = report["sets"]

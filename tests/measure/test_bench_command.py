@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import forks
 from kvarve.served import served
 
 SMALL = ["--clients", "2", "--output-tokens", "4", "--warmup", "1"]
@@ -18,7 +19,7 @@ SMALL = ["--clients", "2", "--output-tokens", "4", "--warmup", "1"]
 def bench(*words: str) -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
     command = [sys.executable, "-W", "error", "-m", "kvarve", "bench", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return forks.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.fixture(scope="module")

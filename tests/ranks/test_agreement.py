@@ -15,6 +15,7 @@ import pytest
 from filling import Clock, Request, a_config, a_store, an_identity, prompt, run, settle
 from one_rank import NEVER, OPS, STEPS, begins_of, clock_of, ends_of
 
+import forks
 from gates import LONG_S
 from kvarve.admin import Admin
 from kvarve.core.effects import Began, Ended, Verified
@@ -31,7 +32,7 @@ def processes(what: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
     """The output of each rank of a group of real processes."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen(
+        forks.Popen(
             [sys.executable, str(HERE / "one_rank.py"), what, str(rank), str(ranks), str(folder / "meeting")],
             env=environment,
             stdout=subprocess.PIPE,

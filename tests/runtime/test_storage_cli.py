@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from filling import a_config, an_identity, prompt, run, settle
 
+import forks
 from kvarve.cli import main
 from kvarve.keys import group_name, root_key
 from kvarve.memory.record import HEADER_BYTES
@@ -124,7 +125,7 @@ def complaint(said: Said) -> str:
 @contextmanager
 def process(script: str, folder: Path, identity: ModelIdentity) -> Iterator["subprocess.Popen[str]"]:
     words = [sys.executable, "-c", script, str(folder), identity.fingerprint().hex(), str(identity)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with forks.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         yield child
         assert child.stdin is not None
         child.stdin.close()

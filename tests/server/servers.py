@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+import forks
 from kvarve.core.policies import Policies
 from kvarve.server.serve import Settings
 
@@ -32,7 +33,7 @@ def settings(checkpoint: Path, storage: Path | tuple[str, ...] = (), **more: obj
 
 def a_process(*argv: str, **kwargs: Any) -> "subprocess.Popen[str]":
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
+    return forks.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
 
 
 @contextmanager

@@ -5,69 +5,37 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from servers import a_process, serving, settings
+from servers import serving, settings
 
+import forks
 from kvarve import __version__
 from kvarve.errors import StorageError
 from kvarve.server.serve import Server
 from kvarve.testing.models import tiny_config
 
-# Runs each command in a process of its own, which begins where the imports of torch and transformers have ended.
-FORKER = """
-import json, os, sys
-import transformers.models.qwen3_5.modeling_qwen3_5
-import kvarve.server.serve
-from kvarve.cli import main
-for line in sys.stdin:
-    case = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        for number, path in enumerate(case["files"], 1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        try:
-            code = main(case["argv"])
-        except SystemExit as e:
-            code = e.code
-        sys.stdout.flush()
-        os._exit(code)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
 Run = Callable[..., tuple[int, str, str]]
 Meanwhile = Callable[[int, Path], None]  # gets the process and the file of its standard output
 
 
-@pytest.fixture(scope="module")
-def forker() -> Iterator["subprocess.Popen[str]"]:
-    with a_process(sys.executable, "-c", FORKER, stdin=subprocess.PIPE) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
 @pytest.fixture
-def run(forker: "subprocess.Popen[str]", tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     """Run `kvarve` with these words: the exit code, standard output and standard error."""
 
     def run(*argv: object, meanwhile: Meanwhile | None = None) -> tuple[int, str, str]:
         files = [tmp_path / "stdout", tmp_path / "stderr"]
-        assert forker.stdin is not None and forker.stdout is not None
-        forker.stdin.write(json.dumps({"argv": [str(word) for word in argv], "files": [str(f) for f in files]}) + "\n")
-        forker.stdin.flush()
-        pid = int(forker.stdout.readline())
+        words = [sys.executable, "-m", "kvarve", *map(str, argv)]
+        with files[0].open("w") as out, files[1].open("w") as err:
+            process = forks.Popen(words, stdout=out, stderr=err)
         if meanwhile is not None:
-            meanwhile(pid, files[0])
-        code = int(forker.stdout.readline())
-        return code, *[file.read_text() for file in files]  # type: ignore[return-value]
+            meanwhile(process.pid, files[0])
+        return process.wait(), files[0].read_text(), files[1].read_text()
 
     return run
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import httpx
 import pytest
 from talk import refused
 
+import forks
 from kvarve.server.openapi import OPERATIONS
 
 PATIENCE_S = 300.0
@@ -35,7 +35,7 @@ def client(folder: Path) -> Iterator[httpx.Client]:
     words += ["--ready-file", str(ready), "--admin-key", "the-admin", "--api-key", "the-client"]
     breakable = Path(__file__).with_name("breakable.py")
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, str(breakable), *words], stdout=log, stderr=log)
+        process = forks.Popen([sys.executable, str(breakable), *words], stdout=log, stderr=log)
     try:
         until(lambda: ready.exists() or process.poll() is not None)
         assert process.poll() is None, (folder / "log").read_text()

@@ -21,6 +21,7 @@ import httpx
 import pytest
 import torch
 
+import forks
 import gpu_nodes
 
 PATIENCE_S = 300.0
@@ -46,7 +47,7 @@ def serving(
         command += ["--device", "cuda", "--nnodes", "2", "--dist-init-addr", gpu_nodes.address(), "--node-rank"]
     with log.open("w") as output:
         process, *of_others = [
-            subprocess.Popen([*command, str(node)] if gpu else command, env=each, stdout=output, stderr=output)
+            forks.Popen([*command, str(node)] if gpu else command, env=each, stdout=output, stderr=output)
             for node, each in enumerate(environments)
         ]
     OTHERS[process.pid] = [each.pid for each in of_others]
@@ -68,7 +69,7 @@ def others(process: "subprocess.Popen[bytes]") -> list[int]:
     if OTHERS[process.pid]:
         return OTHERS[process.pid]
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def ask(client: httpx.Client, prompt: str = PROMPT, **more: Any) -> dict[str, Any]:
@@ -260,13 +261,13 @@ def nodes() -> Iterator[list[list[str]]]:
     ]
     try:
         for line in words:
-            done = subprocess.run(line.split(), capture_output=True, text=True, check=False)
+            done = forks.run(line.split(), capture_output=True, text=True, check=False)
             if done.returncode:
                 pytest.skip(f"no network can be made here: {line}: {done.stderr}")
         yield [["ip", "netns", "exec", name, "env", "GLOO_SOCKET_IFNAME=kv0"] for name in names]
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            forks.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="networks are made by iproute2")
@@ -288,7 +289,7 @@ def test_ranks_of_two_machines_are_one_server(nodes: list[list[str]], tmp_path: 
             words += ["--ready-file", str(ready)] if not number else []
             with (tmp_path / f"log-{number}").open("w") as log:
                 command = [*node, sys.executable, "-m", "kvarve", *words]
-                started.append(subprocess.Popen(command, stdout=log, stderr=log))
+                started.append(forks.Popen(command, stdout=log, stderr=log))
         end = time.monotonic() + PATIENCE_S
         while not ready.exists():
             assert all(each.poll() is None for each in started) and time.monotonic() < end
@@ -296,11 +297,11 @@ def test_ranks_of_two_machines_are_one_server(nodes: list[list[str]], tmp_path: 
         body = json.dumps({"prompt": PROMPT, "max_tokens": 4, "temperature": 0})
         asks = "import httpx, sys; print(httpx.post(sys.argv[1], content=sys.argv[2], timeout=300).text)"
         ask = [*nodes[0], sys.executable, "-c", asks, "http://127.0.0.1:8000/v1/completions", body]
-        cold, warm = (json.loads(subprocess.run(ask, capture_output=True, check=True).stdout) for _ in range(2))
+        cold, warm = (json.loads(forks.run(ask, capture_output=True, check=True).stdout) for _ in range(2))
         assert not any(cached(cold).values())
         assert cached(warm)["device"] > 0 and warm["choices"] == cold["choices"]
         started[1].send_signal(signal.SIGTERM)
-        again = json.loads(subprocess.run(ask, capture_output=True, check=True).stdout)
+        again = json.loads(forks.run(ask, capture_output=True, check=True).stdout)
         assert again["choices"] == cold["choices"]
         started[0].send_signal(signal.SIGINT)
         said = (tmp_path / "log-1").read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 from hf3fs_metadata_suite import LABEL, K
 from processes import PATIENCE_S, state_of, stopped, until
 
+import forks
 from kvarve.storage.hf3fs.metadata import Metadata, open_metadata
 
 
@@ -44,7 +45,7 @@ class Local:
     def run(self, *words: str) -> subprocess.Popen[bytes]:
         """A server by hand, in the same folder."""
         command = [sys.executable, "-m", "kvarve.storage.hf3fs.metadata", str(self.folder), *words]
-        return subprocess.Popen(command, stderr=subprocess.PIPE)
+        return forks.Popen(command, stderr=subprocess.PIPE)
 
     def close(self) -> None:
         for metadata in self.opened:

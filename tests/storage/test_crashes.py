@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from file_disks import table_path, total
 
+import forks
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory, Disk
@@ -426,7 +427,7 @@ print("closed", flush=True)
 def child(folder: Path, first: int, seed: int, rounds: int) -> "subprocess.Popen[str]":
     folders = ":".join(str(Path(__file__).parents[up]) for up in (0, 1))
     arguments = [folders, str(folder), str(first), str(seed), str(rounds)]
-    return subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True)
+    return forks.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True)
 
 
 def test_processes_that_are_killed_while_they_put_leave_no_wrong_page_and_no_lost_room(tmp_path: Path) -> None:

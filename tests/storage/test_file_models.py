@@ -8,6 +8,7 @@ import pytest
 from file_disks import MIB, Clockwork, everything, file_name, total
 from test_crashes import die
 
+import forks
 from kvarve.cli import main
 from kvarve.errors import StorageError
 from kvarve.storage.file import maintenance
@@ -255,7 +256,7 @@ sys.stdin.read()
 
 def test_the_capacity_of_a_process_that_has_died_binds_no_other(opened, folder):
     words = [sys.executable, "-c", HOLDER, str(folder), str(CAPACITY), LABEL.hex()]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with forks.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
         with pytest.raises(StorageError, match="is open with a capacity"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from file_disks import MIB, ONE, SMALL_FILES, WithoutSync, changing, total
 
+import forks
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.processes import is_in_use
@@ -247,7 +248,7 @@ print("hangs", flush=True)
 
 def python(script: str, folder: Path) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", script, str(folder), LABEL.hex()]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return forks.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_two_processes_have_one_folder_and_one_may_die(opened, folder):

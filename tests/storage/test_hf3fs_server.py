@@ -22,6 +22,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from processes import until
 
+import forks
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import deadline
 from kvarve.storage.hf3fs.metadata import STORE_FILE, Slot, check_setting, open_metadata
@@ -140,7 +141,7 @@ def test_many_clients_start_one_server_which_outlives_its_starter(local: Local) 
         "print(m.exists(['a'])); m.close()"
     )
     command = [sys.executable, "-c", code, str(local.store)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    processes = [forks.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert [process.communicate(timeout=120)[0] for process in processes] == ["[False]\n"] * 4
     pid = local.pid()
     assert runs(pid)
@@ -187,7 +188,7 @@ def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, t
     with pytest.raises(StorageError, match="by-hand"):
         open_metadata(setting, local.store, LABEL, 64 * K, None).exists(["a"])
     command = [sys.executable, "-m", "kvarve.storage.hf3fs.metadata", str(path.parent)]
-    with subprocess.Popen(command) as process:
+    with forks.Popen(command) as process:
         try:
             until(lambda: _listens(path), "a server that listens")
             metadata = open_metadata(setting, local.store, LABEL, 64 * K, None)

@@ -24,6 +24,7 @@ from mooncake_cluster import (
     until,
 )
 
+import forks
 from kvarve.errors import StorageError
 from kvarve.regions import HostRegion
 from kvarve.storage import open_storage
@@ -260,7 +261,7 @@ def test_a_put_of_what_a_dead_writer_began_is_not_taken_for_done(
     cluster.owner()
     storage = opened()
     key = storage._prefix + "page"
-    writer = subprocess.Popen(
+    writer = forks.Popen(
         [sys.executable, "-c", UNFINISHED, MASTER, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with writer:
@@ -382,7 +383,7 @@ def test_a_client_that_was_killed_leaves_its_pages_with_their_owner(
     cluster: Cluster, opened: Callable[..., MooncakeStorage]
 ) -> None:
     cluster.owner()
-    ended = subprocess.run([sys.executable, "-c", WRITER, f"mooncake://{MASTER}"], check=False, timeout=60)
+    ended = forks.run([sys.executable, "-c", WRITER, f"mooncake://{MASTER}"], check=False, timeout=60)
     assert ended.returncode == -9
     assert get(opened(), "page") == bytes(range(256)) * 400
 

@@ -1,0 +1,144 @@
+"""What tests cost: CPU seconds of each with all processes below it, on an idle core of the reference machine.
+
+Wall time depends on what else a machine does, so it is not looked at, and a loop says how much slower this core is than
+the reference's, before the first test and every few seconds. A short test, and a fixture that several tests share, may
+cost `EACH_S` unless `dear.toml` names it with the reason why no change may land without it; all short tests together
+may cost `ALL_S`. What collects and imports is not counted.
+"""
+
+import gc
+import importlib
+import os
+import resource
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+EACH_S, ALL_S, SHOWN = 0.3, 350.0, 10
+ROUNDS, ROUNDS_S = 10_000_000, 0.92  # of the loop, and what an idle core of the reference machine needs for them
+AGAIN_S = 10  # seconds after which a tenth of the loop runs once more
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+LIST = Path(__file__).with_name("dear.toml")
+# What is imported where it is first needed would be paid for by whichever test comes first.
+LAZY = ("kvarve.server.serve", "kvarve.engine.engine", "transformers.models.qwen3_5.modeling_qwen3_5")
+
+
+class Budget:
+    def __init__(self, dear: dict[str, str]) -> None:
+        self.dear = dear
+        self.costs = Counter[str]()  # seconds by test and by shared fixture
+        self.running: Counter[str] = Counter()  # those of the test that runs
+        self.marked = 0.0
+        self.scale, self.scaled = 1.0, 0.0
+
+    def pytest_collection_finish(self) -> None:
+        for name in LAZY:
+            importlib.import_module(name)
+        if forks := sys.modules.get("forks"):
+            forks.ready()
+        gc.collect()
+        gc.freeze()  # else each full collection looks at all tests and at all of torch
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        if not self.scaled:
+            self.scale, self.scaled = slower(ROUNDS), time.monotonic()
+        elif time.monotonic() > self.scaled + AGAIN_S:
+            self.scale, self.scaled = slower(ROUNDS // 10), time.monotonic()
+        self.marked = spent()
+        return (yield)
+
+    def book(self, name: str) -> None:
+        now = spent()
+        self.running[name] += (now - self.marked) / self.scale  # type: ignore[assignment]
+        self.marked = now
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield)
+        self.book(request._pyfuncitem.nodeid)
+        try:
+            return (yield)
+        finally:
+            self.book(shared(fixturedef))
+
+    def pytest_fixture_post_finalizer(
+        self, fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+    ) -> None:
+        self.book(request._pyfuncitem.nodeid if fixturedef.scope == "function" else shared(fixturedef))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        self.book(item.nodeid)
+        if "long" not in item.keywords:
+            report.cpu_s = dict(self.running)  # type: ignore[attr-defined]
+        self.running.clear()
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.costs.update(getattr(report, "cpu_s", {}))
+
+    def complaints(self) -> list[str]:
+        said = [
+            f"{name} costs {cost:.2f} CPU s, more than {EACH_S}: make it cheaper, or long, or tell {LIST.name} why"
+            for name, cost in self.costs.most_common()
+            if cost > EACH_S and name not in self.dear
+        ]
+        total = self.costs.total()
+        return said + [f"all short tests cost {total:.0f} CPU s, more than {ALL_S:.0f}"] * (total > ALL_S)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not hasattr(session.config, "workerinput") and session.exitstatus == 0 and self.complaints():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section(f"{self.costs.total():.0f} CPU s; the dearest of {len(self.costs)}")
+        for name, cost in self.costs.most_common(SHOWN):
+            terminalreporter.line(f"{cost:7.2f} {name}")
+        for complaint in self.complaints():
+            terminalreporter.line(f"budget: {complaint}", red=True)
+
+
+def shared(fixture: pytest.FixtureDef[object]) -> str:
+    return f"{fixture.baseid}::{fixture.argname}"
+
+
+def slower(rounds: int) -> float:
+    """How many times the CPU seconds of the reference machine's idle core this one needs now."""
+    begun, x = time.process_time(), 1
+    for _ in range(rounds):
+        x = (x * 1_103_515_245 + 12_345) & 0x7FFFFFFF
+    return (time.process_time() - begun) / (ROUNDS_S * rounds / ROUNDS)
+
+
+def spent() -> float:
+    """CPU seconds of this process, of its children that have ended, and of all below it that live."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + living("self")
+
+
+def living(pid: str) -> float:
+    """CPU seconds of the living processes below one, each with its children that have ended."""
+    seconds = 0.0
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            for child in children.read_text().split():
+                times = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:15]
+                seconds += sum(map(int, times)) * TICK_S + living(child)
+        except OSError:  # it has ended meanwhile
+            continue
+    return seconds
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Budget(tomllib.loads(LIST.read_text())), "costs of tests")
