@@ -140,5 +140,10 @@ def living(pid: str) -> float:
     return seconds
 
 
+def listed() -> dict[str, str]:
+    """The reason why each of these may be dear."""
+    return tomllib.loads(LIST.read_text())
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Budget(tomllib.loads(LIST.read_text())), "costs of tests")
+    config.pluginmanager.register(Budget(listed()), "costs of tests")
