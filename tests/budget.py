@@ -37,8 +37,9 @@ class Budget:
         self.scale, self.scaled = 1.0, 0.0
 
     def pytest_collection_finish(self) -> None:
-        for name in LAZY:
-            importlib.import_module(name)
+        if "transformers" in sys.modules:
+            for name in LAZY:
+                importlib.import_module(name)
         if forks := sys.modules.get("forks"):
             forks.ready()
         gc.collect()
