@@ -5,12 +5,12 @@ The real scheduler and the real core in the simulated world, whose clock the tes
 
 import pytest
 
-from kvarve.engine.scheduler import STALL_S
 from kvarve.model import Tier
 from kvarve.testing.world.shop import Order, Shop
 
 ATTENTION = {"name": "attention", "lookback": None, "in_place": False, "replicated": False}
 DEVICE = 8  # pages, of two tokens
+MINUTE_S = 60.0
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def test_a_request_that_needs_the_slots_of_a_copy_that_does_not_end_fails_after_
     hung: Shop, failed: list[tuple[int, str]]
 ) -> None:
     assert hung.come("1" * 10, "", 0, 1, 1, 1)
-    turns(hung, 12, STALL_S / 12)
+    turns(hung, 12, MINUTE_S / 12)
     assert not failed and len(hung.orders) == 1, "it waits for so long"
-    turns(hung, 1, STALL_S / 12)
+    turns(hung, 1, MINUTE_S / 12)
     assert failed == [(3, "a copy that does not end holds the device memory that this request needs")]
     assert not hung.orders
     hung.world.step([hung.world.give_up(op) for op in [*hung.world.lost]])
@@ -69,8 +69,8 @@ def test_a_request_that_needs_the_slots_of_a_copy_that_does_not_end_fails_after_
 
 def test_a_copy_that_ends_in_time_fails_no_request(hung: Shop, failed: list[tuple[int, str]]) -> None:
     assert hung.come("1" * 10, "", 0, 1, 1, 1)
-    turns(hung, 12, STALL_S / 12)
-    hung.world.step([hung.world.give_up(op) for op in [*hung.world.lost]], STALL_S)
+    turns(hung, 12, MINUTE_S / 12)
+    hung.world.step([hung.world.give_up(op) for op in [*hung.world.lost]], MINUTE_S)
     turns(hung, 20)
     assert not hung.orders and not failed
     hung.finish()
@@ -78,10 +78,10 @@ def test_a_copy_that_ends_in_time_fails_no_request(hung: Shop, failed: list[tupl
 
 def test_the_minute_begins_anew_after_others_have_run(hung: Shop, failed: list[tuple[int, str]]) -> None:
     assert hung.come("1" * 10, "", 0, 1, 1, 1)
-    turns(hung, 12, STALL_S / 12)
+    turns(hung, 12, MINUTE_S / 12)
     assert answered(hung, "2" * 3), "it fits beside the copy"
-    turns(hung, 11, STALL_S / 12)
+    turns(hung, 11, MINUTE_S / 12)
     assert not failed and len(hung.orders) == 1
-    turns(hung, 1, STALL_S / 12)
+    turns(hung, 1, MINUTE_S / 12)
     assert [number for number, _ in failed] == [3]
     hung.finish()
