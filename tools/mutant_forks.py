@@ -1,7 +1,7 @@
 """Runs pytest for mutants.py, each time in a fork of this process, which has imported what takes long to import.
 
-Each line of standard input is a run, `[arguments, time limit in seconds]`; each is answered with its exit code, negative
-for a signal, or null if it did not end in time. What pytest says is in the file `said`, in the current folder.
+Each line of standard input is a run, `[arguments, time limit in seconds]`. It is answered with the exit code, negative
+for a signal, or with null if the run did not end in time. What pytest says is in the file `said`, in this folder.
 """
 
 import importlib
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 
 import pytest
@@ -25,9 +26,10 @@ def child(words: list[str]) -> None:
     code = 1
     try:
         code = int(pytest.main(words))
-    finally:
-        with suppress(OSError):
-            sys.stdout.flush()
+    finally:  # whatever happens, nothing goes on in a fork
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        sys.stdout.flush()
         os._exit(code)
 
 

@@ -1,13 +1,15 @@
 """Where a mutant is and what it changes: a function by name, and a pattern in its syntax tree with its replacement.
 
-An address is `Class.method`, as long as one file of src/ has it, or `module:Class.method`, where `module` may be the last
-parts of a dotted name; `module:` is the whole of a module. A pattern is an expression or some statements that follow each
-other. Formatting and comments do not count. `...` stands for any expression, and in a row of statements, arguments or
-operands for any number of them; in the replacement each `...` is what the same one of the pattern stood for.
+An address is `Class.method` if a single file of src/ has it, or else `module:Class.method`, where `module` may be the
+last parts of a dotted name; `module:` is the whole of a module. A pattern is an expression, or some statements that
+follow one another. Formatting and comments do not count. `...` stands for any expression, and in a row of statements,
+arguments or operands for any number of them; it cannot be the first of some statements. The n-th `...` of the
+replacement is what the n-th one of the pattern stands for.
 """
 
 import ast
 import copy
+import gc
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+DEFINED = re.compile(r"^ *(?:async def|def|class) (\w+)", re.MULTILINE)
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields that have statements, or what has them
 IGNORED = {"ctx", "kind", "type_comment"}  # fields of nodes that a pattern cannot say
 
 
@@ -48,16 +52,18 @@ class Source:
     def __init__(self, root: Path) -> None:
         self.texts = {path: path.read_text() for path in sorted(root.rglob("*.py"))}
         self.modules = {path: module(path.relative_to(root)) for path in self.texts}
-        self.tree = cache(lambda path: ast.parse(self.texts[path]))
+        self.defined = {path: set(DEFINED.findall(text)) for path, text in self.texts.items()}
+        self.tree = cache(lambda path: parsed(self.texts[path]))
         self.scopes = cache(lambda path: list(scopes(self.tree(path))))
 
     def find(self, address: str) -> tuple[Path, list[ast.AST]]:
         """The file of a function, and its definitions there: a property may have two."""
         where, colon, name = address.rpartition(":")
-        paths = [path for path, dotted in self.modules.items() if f".{dotted}".endswith(f".{where}") or not colon]
+        paths = list(self.modules)
+        if colon:
+            paths = [path for path in paths if f".{self.modules[path]}".endswith(f".{where}")]
         if name:
-            parts = [re.compile(rf"^ *(async def|def|class) {part}\b", re.MULTILINE) for part in name.split(".")]
-            paths = [path for path in paths if all(part.search(self.texts[path]) for part in parts)]
+            paths = [path for path in paths if self.defined[path].issuperset(name.split("."))]
             found = {path: [node for named, node in self.scopes(path) if named == name] for path in paths}
         else:
             found = {path: [self.tree(path)] for path in paths}
@@ -107,9 +113,9 @@ class Source:
         lines = text.splitlines(keepends=True)
         around: ast.AST = tree
         for node in enclosing(tree, place.owner):
-            if isinstance(node, ast.stmt) and re.match(r" *(?!elif\b)\S", lines[node.lineno - 1][: node.col_offset + 4]):
-                if not lines[node.lineno - 1][: node.col_offset].strip():
-                    around = node
+            if isinstance(node, ast.stmt):
+                line, at = lines[node.lineno - 1], node.col_offset
+                around = around if line[:at].strip() or line.startswith("elif", at) else node
         wanted = copy.deepcopy(tree, dict(memo))
         if isinstance(around, ast.stmt):
             first = min([around.lineno, *(each.lineno for each in getattr(around, "decorator_list", []))])
@@ -130,6 +136,17 @@ class Source:
         return text
 
 
+def parsed(text: str) -> ast.Module:
+    """A tree. The garbage collector would look at all its nodes again and again while there are ever more of them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def module(path: Path) -> str:
     """A file's dotted name."""
     parts = path.with_suffix("").parts
@@ -138,11 +155,11 @@ def module(path: Path) -> str:
 
 def scopes(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
     """The functions and classes in a tree, by their dotted names."""
-    for node in ast.iter_child_nodes(tree):
+    for node in (node for block in BLOCKS for node in getattr(tree, block, ())):
         if isinstance(node, SCOPES):
             yield name + node.name, node
             yield from scopes(node, f"{name}{node.name}.")
-        elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+        else:
             yield from scopes(node, name)
 
 
@@ -173,19 +190,18 @@ def pattern(old: str, new: str) -> tuple[list[ast.AST], list[ast.AST]]:
 def matches(wanted: Sequence[ast.AST], tree: ast.AST) -> list[tuple[Place, list[object]]]:
     """Where a pattern is, in the order of the text, and what each `...` stands for."""
     found = []
-    for node in ast.walk(tree):
-        for field, value in ast.iter_fields(node):
-            if isinstance(value, list):
-                for at in range(len(value)):
-                    if isinstance(wanted[0], ast.expr):
-                        if (kept := captured(wanted[0], value[at])) is not None:
-                            found.append((Place(node, field, at, at + 1), kept))
-                    elif isinstance(value[at], ast.stmt):
-                        if (kept := captured([*wanted, ast.Constant(...)], value[at:])) is not None:
-                            found.append((Place(node, field, at, len(value) - len(kept[-1])), kept[:-1]))
-            elif isinstance(value, ast.expr) and isinstance(wanted[0], ast.expr):
-                if (kept := captured(wanted[0], value)) is not None:
-                    found.append((Place(node, field, None, None), kept))
+    first, behind = wanted[0], [*wanted, ast.Constant(...)]
+    kind, rows = type(first), not isinstance(first, ast.expr)
+    for owner in ast.walk(tree):
+        for field in owner._fields:
+            value = getattr(owner, field, None)
+            for at, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if type(node) is not kind:
+                    continue
+                if not rows and (kept := captured(first, node)) is not None:
+                    found.append((Place(owner, field, at, None if at is None else at + 1), kept))
+                elif rows and (kept := captured(behind, value[at:])) is not None:
+                    found.append((Place(owner, field, at, len(value) - len(kept[-1])), kept[:-1]))
     return sorted(found, key=lambda each: (each[0].row()[0].lineno, each[0].row()[0].col_offset))
 
 

@@ -56,9 +56,9 @@ def candidates(tree: ast.AST) -> Iterator[tuple[Place, list[ast.AST]]]:
     for place, node in judged(tree):
         for new in variants(node):
             yield place, [new]
-        if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Compare | ast.BoolOp):
-            if not (isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)):
-                yield Place(node, "test", None, None), [ast.UnaryOp(ast.Not(), node.test)]
+        varied = ast.Compare | ast.BoolOp | ast.UnaryOp  # as conditions, themselves
+        if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, varied):
+            yield Place(node, "test", None, None), [ast.UnaryOp(ast.Not(), node.test)]
         if isinstance(node, ast.stmt) and deletable(node):
             yield place, [ast.Pass()]
 
@@ -98,7 +98,9 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
         case ast.Compare(ops=ops):
             for at, op in enumerate(ops):
                 yield with_fields(changed, ops=[*ops[:at], OPERATORS[type(op)](), *ops[at + 1 :]])
-        case ast.BinOp(op=op) | ast.AugAssign(op=op) | ast.BoolOp(op=op) if type(op) in OPERATORS and not in_words(node):
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) | ast.BoolOp(op=op) if type(op) in OPERATORS and not in_words(
+            node
+        ):
             yield with_fields(changed, op=OPERATORS[type(op)]())
         case ast.UnaryOp(op=ast.Not()):
             yield node.operand
@@ -159,15 +161,15 @@ def told(source: Source, path: Path, place: Place, new: Sequence[ast.AST]) -> Ch
         if node is scope:
             break
     numbered: list[Change] = []
-    for old, after in steps:
+    for right, wrong in steps:
         try:
-            found = matches(pattern(old, after)[0], scope)
+            found = matches(pattern(right, wrong)[0], scope)
             first, *_ = [at for at, (each, _) in enumerate(found, 1) if covers(each, place)]
         except (Misfit, ValueError):
             continue
         if len(found) == 1:
-            return Change(address, old, after)
-        numbered.append(Change(address, old, after, first))
+            return Change(address, right, wrong)
+        numbered.append(Change(address, right, wrong, first))
     return numbered[0]
 
 
@@ -198,7 +200,9 @@ def short(node: ast.AST, other: ast.AST | None) -> ast.AST:
         most = min(len(value), len(against)) - before
         behind = zip(reversed(same[0]), reversed(same[1]), strict=False)
         after = min(most, sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], behind)))
-        if len(value) != len(against) and before + after == min(len(value), len(against)):  # a statement more, which needs one beside it to be found by
+        if len(value) != len(against) and before + after == min(
+            len(value), len(against)
+        ):  # a statement more, which needs one beside it to be found by
             before, after = (before - 1, after) if before else (before, max(0, after - 1))
         mine, theirs = value[before : len(value) - after], against[before : len(against) - after]
         if len(mine) == len(theirs):
@@ -210,8 +214,8 @@ def short(node: ast.AST, other: ast.AST | None) -> ast.AST:
 
 def drawn(source: Source, root: Path, count: int, seed: int, where: Sequence[str]) -> list[tuple[Path, Change]]:
     """So many changes by chance, each with its file, in the modules or folders of a folder that are named."""
-    folders = [root / name for name in where]
-    paths = [path for path in source.texts if any(each in {path, path.with_suffix(""), *path.parents} for each in folders)]
+    named = {root / name for name in where}
+    paths = [path for path in source.texts if not named.isdisjoint((path, path.with_suffix(""), *path.parents))]
     all_ = [(path, place, new) for path in paths for place, new in candidates(source.tree(path))]
     chosen = random.Random(seed).sample(all_, min(count, len(all_)))
     return [(path, told(source, path, place, new)) for path, place, new in chosen]

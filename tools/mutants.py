@@ -32,19 +32,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mutant_patterns import Misfit, Source
-from mutant_random import drawn
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from mutant_patterns import Misfit, Source
+from mutant_random import drawn
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("mutants.toml")
 COPIED = ("src", "tests", "tools", "bench", "docs", "pyproject.toml")
 TEST_S, QUICK_S, SUITE_S = 60, 300, 3600  # time limits of a test, a mutant's own tests and the whole suite
-SLOW_IMPORTS = ("torch", "hypothesis", "transformers.models.qwen3_5.modeling_qwen3_5")
+SLOW_IMPORTS = ("torch", "transformers.models.qwen3_5.modeling_qwen3_5")
 # They test what is installed, other mutants, or engines that have a Python of their own.
-NOT_OF_A_COPY = ("tests/test_mutants.py", "tests/test_wheel.py", "tests/engines", "tests/storage/test_write_a_backend.py")
+NOT_OF_A_COPY = ("test_mutants.py", "test_wheel.py", "engines", "storage/test_write_a_backend.py")
 FOLDERS = ("core", "storage", "transfer", "memory")  # of src/kvarve, for mutants made by chance
 
 
@@ -117,7 +118,7 @@ class Copy:
         self._forks.communicate()
 
     def write(self, path: Path, text: str) -> None:
-        """Change a module. Each version has a time of its own, so that no compiled file of another one is taken for it."""
+        """Change a module. Each version has a time of its own, so that none is taken for another one."""
         file = self.folder / path
         file.write_text(text)
         self._writes += 1
@@ -127,7 +128,7 @@ class Copy:
         """Run tests until the first failure. Trouble if the run has no meaningful result."""
         self._report.write_text("{}")
         words = ["-x", "-q", "-p", "mutant_plugin", "-p", "no:cacheprovider", "--import-mode=importlib"]
-        words += [f"--timeout={TEST_S}", *tests]
+        words += ["-W", "ignore::pytest.PytestAssertRewriteWarning", f"--timeout={TEST_S}", *tests]
         assert self._forks.stdin is not None and self._forks.stdout is not None
         print(json.dumps([words, limit_s]), file=self._forks.stdin, flush=True)
         answer = self._forks.stdout.readline()
@@ -178,13 +179,14 @@ def tests_of(words: str) -> tuple[str, ...]:
 def made(source: Source, count: int, seed: int, where: Sequence[str]) -> list[Mutant]:
     """Mutants by chance. Tests of the same name run first, then those of the same folder, then the whole short form."""
     mutants = []
-    whole = ("tests", *(f"--ignore={path}" for path in NOT_OF_A_COPY))
+    whole = ("tests", *(f"--ignore=tests/{path}" for path in NOT_OF_A_COPY))
     for at, (path, change) in enumerate(drawn(source, ROOT / "src" / "kvarve", count, seed, where)):
         parts = path.relative_to(ROOT / "src" / "kvarve").with_suffix("").parts
         folder = Path("tests", *parts[:-1][:1])
-        near = [sorted(ROOT.glob(f"{folder}/test_*{part}*.py")) for part in reversed(parts[1:] or parts)]
-        first = [str(file.relative_to(ROOT)) for files in near for file in files]
-        stages = [tuple(dict.fromkeys(first)), (str(folder), *whole[1:]) if len(parts) > 1 else (), whole]
+        near = (sorted(ROOT.glob(f"{folder}/test_*{part}*.py")) for part in reversed(parts[1:] or parts))
+        first = next((files for files in near if files), [])
+        beside = [(str(folder), *whole[1:])] if len(parts) > 1 else []
+        stages = (tuple(str(file.relative_to(ROOT)) for file in first), *beside, whole)
         mutants.append(Mutant(f"random-{seed}-{at}", *change, tuple(stage for stage in stages if stage)))
     return mutants
 
