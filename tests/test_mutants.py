@@ -4,7 +4,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,7 +159,7 @@ def test_a_mutant_that_is_not_killed_fails(
 ) -> None:
     monkeypatch.setattr(mutants, "LIST", tmp_path / "mutants.toml")
     monkeypatch.setattr(mutants, "Copy", Copy)
-    monkeypatch.setattr(Copy, "found", mutants.Run(fails, "it always fails"))
+    monkeypatch.setattr(Copy, "found", SimpleNamespace(failed=fails, why="it always fails"))
     mutants.LIST.write_text(LISTED.replace("{address}", address))
     assert mutants.main(["--jobs", "1"]) == 1
     said = capsys.readouterr()

@@ -15,20 +15,19 @@ mutant_plugin.py): the same examples from Hypothesis, the same hashes. A test th
 """
 
 import argparse
-import difflib
 import json
 import os
 import queue
 import random
-import shutil
-import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from difflib import unified_diff
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,21 +35,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mutant_copies import ROOT, Copy, Trouble
 from mutant_patterns import Misfit, Source
 from mutant_random import drawn
 
-ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("mutants.toml")
-COPIED = ("src", "tests", "tools", "bench", "docs", "pyproject.toml")
-TEST_S, QUICK_S, SUITE_S = 60, 300, 3600  # time limits of a test, a mutant's own tests and the whole suite
+QUICK_S, SUITE_S = 300, 3600  # time limits of a mutant's own tests and of the whole suite
 SLOW_IMPORTS = ("torch", "transformers.models.qwen3_5.modeling_qwen3_5")
 # They test what is installed, other mutants, or engines that have a Python of their own.
 NOT_OF_A_COPY = ("test_mutants.py", "test_wheel.py", "engines", "storage/test_write_a_backend.py")
+PARSES = threading.Lock()  # CPython 3.11 cannot parse in several threads at once ("recursion depth mismatch")
 FOLDERS = ("core", "storage", "transfer", "memory")  # of src/kvarve, for mutants made by chance
-
-
-class Trouble(Exception):
-    """The run has no result: the list is wrong, or pytest cannot run."""
 
 
 @dataclass(frozen=True)
@@ -71,86 +66,18 @@ class Mutant:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The result of one run of pytest."""
-
-    failed: str = ""  # the first test that failed, or that hung
-    why: str = ""
-
-
-@dataclass(frozen=True)
 class Outcome:
     name: str
     address: str
     verdict: str  # killed, survived, or why it is unknown
     by: str = ""
     why: str = ""
+    diff: str = ""  # of a survivor
     seconds: float = 0.0
 
     @property
     def killed(self) -> bool:
         return self.verdict == "killed"
-
-
-class Copy:
-    """A copy of sources and tests for one mutant at a time; what Python compiles in it serves the next ones too."""
-
-    def __init__(self, folder: Path, modules: Sequence[str]) -> None:
-        self.folder, self._report, self._writes = folder, folder / "report.json", 0
-        for name in COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, folder / name)
-            else:
-                shutil.copy2(ROOT / name, folder / name)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(folder / "src"), str(folder / "tools")]),
-            "PYTHONHASHSEED": "0",
-            "OMP_NUM_THREADS": "1",
-            "KVARVE_MUTANT": str(folder / "src"),
-            "KVARVE_MUTANT_REPORT": str(self._report),
-        }
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, "-m", "mutant_forks", *modules]
-        pipe = subprocess.PIPE
-        self._forks = subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True)
-
-    def close(self) -> None:
-        self._forks.communicate()
-
-    def write(self, path: Path, text: str) -> None:
-        """Change a module. Each version has a time of its own, so that none is taken for another one."""
-        file = self.folder / path
-        file.write_text(text)
-        self._writes += 1
-        os.utime(file, (self._writes, self._writes))
-
-    def run(self, tests: Sequence[str], limit_s: float) -> Run:
-        """Run tests until the first failure. Trouble if the run has no meaningful result."""
-        self._report.write_text("{}")
-        words = ["-x", "-q", "-p", "mutant_plugin", "-p", "no:cacheprovider", "--import-mode=importlib"]
-        words += ["-W", "ignore::pytest.PytestAssertRewriteWarning", f"--timeout={TEST_S}", *tests]
-        assert self._forks.stdin is not None and self._forks.stdout is not None
-        print(json.dumps([words, limit_s]), file=self._forks.stdin, flush=True)
-        answer = self._forks.stdout.readline()
-        if not answer:
-            raise Trouble("no process to run tests in")
-        code, found = json.loads(answer), json.loads(self._report.read_text() or "{}")
-        if "astray" in found:
-            raise Trouble(f"{found.get('running', 'before any test')} tested another kvarve: {found['astray']}")
-        if "unreadable" in found:
-            raise Trouble(f"it does not even load: {found['unreadable']}")
-        if code is None:
-            return Run(found.get("running", "before any test"), f"hung for {limit_s:.0f} s")
-        if code == 1 and "failed" in found:
-            return Run(found["failed"], found["why"])
-        if code == 3 and "running" in found:  # INTERNALERROR, of a frame without a line that was interrupted
-            return Run(found["running"], "it failed in a way that pytest could not report")
-        if code < 0 and "running" in found:
-            return Run(found["running"], f"the process died of signal {-code}")
-        if code != 0:
-            said = (self.folder / "said").read_text().strip().splitlines()
-            raise Trouble(f"pytest ended with {code}: {said[-1:]}")
-        return Run()
 
 
 def quoted(text: str) -> str:
@@ -206,29 +133,33 @@ def misfit(source: Source, mutant: Mutant) -> str:
     return "" if any(mutant.stages[0]) else "it names no tests"
 
 
-def judge(mutant: Mutant, changed: tuple[Path, str] | str, copies: "queue.Queue[Copy]", source: Source) -> Outcome:
-    """Run the tests against a mutant until one fails. `changed` is a file with its text, or why there is none."""
+def judge(mutant: Mutant, copies: "queue.Queue[Copy]", source: Source) -> Outcome:
+    """Run the tests against a mutant until one fails."""
     start = time.monotonic()
 
-    def outcome(verdict: str, found: Run | None = None) -> Outcome:
-        by, why = (found.failed, found.why) if found else ("", "")
-        return Outcome(mutant.name, mutant.address, verdict, by, why, time.monotonic() - start)
+    def outcome(verdict: str, by: str = "", why: str = "", diff: str = "") -> Outcome:
+        return Outcome(mutant.name, mutant.address, verdict, by, why, diff, time.monotonic() - start)
 
-    if isinstance(changed, str):
-        return outcome(f"does not fit: {changed}")
-    path, text = changed
-    copy = copies.get()
     try:
-        copy.write(path.relative_to(ROOT), text)
+        with PARSES:
+            if problem := misfit(source, mutant):
+                return outcome(f"does not fit: {problem}")
+            path, text = source.change(mutant.address, mutant.old, mutant.new, mutant.nth)
+    except Misfit as e:
+        return outcome(f"does not fit: {e}")
+    name, right, copy = path.relative_to(ROOT), source.texts[path], copies.get()
+    try:
+        copy.write(name, text)
         for at, tests in enumerate(mutant.stages):
             found = copy.run(tests, SUITE_S if at else QUICK_S)
             if found.failed:
-                return outcome("killed", found)
-        return outcome("survived")
+                return outcome("killed", found.failed, found.why)
+        lines = right.splitlines(keepends=True), text.splitlines(keepends=True)
+        return outcome("survived", diff="".join(unified_diff(*lines, str(name), str(name))))
     except Trouble as e:
         return outcome(f"unknown: {e}")
     finally:
-        copy.write(path.relative_to(ROOT), source.texts[path])
+        copy.write(name, right)
         copies.put(copy)
 
 
@@ -237,12 +168,15 @@ def check(outcomes: Sequence[Outcome], copy: Copy) -> list[Outcome]:
     tests = dict.fromkeys(outcome.by for outcome in outcomes if "::" in outcome.by)
     broken: dict[str, str] = {}
     while left := [test for test in tests if test not in broken]:
-        found = copy.run(left, SUITE_S)
+        try:
+            found = copy.run(left, SUITE_S)
+        except Trouble as e:
+            broken |= dict.fromkeys(left, f"unknown: without any mutant {e}")
+            break
         if not found.failed:
             break
-        if found.failed not in left:
-            raise Trouble(f"{found.failed} fails without any mutant: {found.why}")
-        broken[found.failed] = f"unknown: {found.failed} fails without any mutant: {found.why}"
+        why = f"unknown: {found.failed} fails without any mutant: {found.why}"
+        broken |= dict.fromkeys([found.failed] if found.failed in left else left, why)
     return [Outcome(**asdict(each) | {"verdict": broken.get(each.by, each.verdict)}) for each in outcomes]
 
 
@@ -257,30 +191,20 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 def run(mutants: Sequence[Mutant], source: Source, jobs: int) -> list[Outcome]:
     """The outcome of each; survivors are shown."""
-    changed: list[tuple[Path, str] | str] = []
-    for mutant in mutants:  # CPython 3.11 cannot parse in several threads at once ("recursion depth mismatch")
-        problem = misfit(source, mutant)
-        try:
-            changed.append(problem or source.change(mutant.address, mutant.old, mutant.new, mutant.nth))
-        except Misfit as e:
-            changed.append(str(e))
     outcomes: list[Outcome] = []
     with ExitStack() as stack:
         copies: queue.Queue[Copy] = queue.Queue()
         modules = SLOW_IMPORTS if len(mutants) > jobs else ()
-        for _ in range(min(jobs, sum(not isinstance(each, str) for each in changed))):
+        for _ in range(max(1, min(jobs, len(mutants)))):
             copies.put(Copy(Path(stack.enter_context(TemporaryDirectory(prefix="kvarve-mutant-"))), modules))
             stack.callback(copies.queue[-1].close)
         with ThreadPoolExecutor(jobs) as pool:
-            judged = pool.map(lambda each, change: judge(each, change, copies, source), mutants, changed)
-            for outcome, mutant, change in zip(judged, mutants, changed, strict=True):
+            for outcome in pool.map(lambda mutant: judge(mutant, copies, source), mutants):
                 outcomes.append(outcome)
                 print(f"{len(outcomes)}/{len(mutants)} {outcome.name}: {outcome.verdict}", file=sys.stderr, flush=True)
-                if outcome.verdict == "survived" and not isinstance(change, str):
-                    name = str(change[0].relative_to(ROOT))
-                    texts = source.texts[change[0]].splitlines(keepends=True), change[1].splitlines(keepends=True)
-                    print(mutant, "".join(difflib.unified_diff(*texts, name, name)), sep="\n", flush=True)
-        return check(outcomes, copies.queue[0]) if copies.queue else outcomes
+                if outcome.diff:
+                    print(outcome.diff, flush=True)
+        return check(outcomes, copies.get())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -307,10 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.random is not None:
             print(*mutants, sep="\n\n", flush=True)
         if args.list:
-            problems = [misfit(source, mutant) for mutant in mutants]
-            for mutant, problem in zip(mutants, problems, strict=True):
+            problems = {mutant: misfit(source, mutant) for mutant in mutants}
+            for mutant, problem in problems.items():
                 console.print(Text.assemble(f"{mutant.address} {mutant.name} ", (problem, "bold red")))
-            return 1 if any(problems) else 0
+            return int(any(problems.values()))
         outcomes = run(mutants, source, args.jobs)
     except Trouble as e:
         print(f"mutants: {e}", file=sys.stderr)
