@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("src", "tests", "tools", "bench", "docs", "pyproject.toml")
+COPIED = ("src", "tests", "tools", "bench", "docs", "contrib", "pyproject.toml", "requirements.lock", "Makefile")
+COPIED += ("README.md", "CHANGELOG.md", "LICENSE")
 TEST_S = 60  # time limit of a test
 
 
