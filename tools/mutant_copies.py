@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("src", "tests", "tools", "bench", "docs", "contrib", "pyproject.toml", "requirements.lock", "Makefile")
 COPIED += ("README.md", "CHANGELOG.md", "LICENSE")
-TEST_S = 60  # time limit of a test
+TEST_S = 300  # time limit of a test; a fifth of the run's if that is less
 
 
 class Trouble(Exception):
@@ -63,7 +63,7 @@ class Copy:
         """Run tests until the first failure. Trouble if the run has no meaningful result."""
         self._report.write_text("{}")
         words = ["-x", "-q", "-p", "mutant_plugin", "-p", "no:cacheprovider", "--import-mode=importlib"]
-        words += ["-W", "ignore::pytest.PytestAssertRewriteWarning", f"--timeout={TEST_S}", *tests]
+        words += ["-W", "ignore::pytest.PytestAssertRewriteWarning", f"--timeout={min(TEST_S, limit_s / 5)}", *tests]
         assert self._forks.stdin is not None and self._forks.stdout is not None
         print(json.dumps([words, limit_s]), file=self._forks.stdin, flush=True)
         answer = self._forks.stdout.readline()
