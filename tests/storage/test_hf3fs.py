@@ -32,8 +32,8 @@ class Suites(StorageSuite, CapacitySuite, QuotaSuite):
         return stores.open
 
     @pytest.fixture
-    def damages(self) -> dict[str, Damage]:
-        return in_slots()
+    def damages(self, stores: Stores) -> dict[str, Damage]:
+        return in_slots(stores)
 
     @pytest.fixture
     def make_limited(self, stores: Stores) -> Callable[[int], Storage]:

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Protocol
 
 import pytest
-from hf3fs_stores import Stores, stores_in
+from hf3fs_stores import Stores, calling, descriptors, stores_in
 from processes import until
 
-from gates import Gate
+from gates import Gate, threads
 from kvarve.background import BackgroundCall
 from kvarve.errors import StorageError
 from kvarve.regions import HostRegion, shared_region
@@ -24,7 +24,8 @@ from kvarve.storage import deadline
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs import engine_usrbio as engine_module
 from kvarve.storage.hf3fs import storage as storage_module
-from kvarve.storage.hf3fs.engine_usrbio import LOST
+from kvarve.storage.hf3fs.engine_usrbio import LOST, UsrbioEngine
+from kvarve.storage.hf3fs.storage import Hf3fsStorage
 from kvarve.testing.suite import get, put
 from kvarve.testing.usrbio import Emulator, Fate, Operation
 
@@ -105,7 +106,8 @@ def test_pages_in_shared_memory_are_moved_where_they_lie(stores: Stores, daemon:
     assert sorted(moved) == [4096] * 16 + [PAGE_BYTES] * 16, "a header, and the page in one piece"
     assert daemon.lent - lent <= daemon.lent // 2, "another ring, and no second iovec of the region"
     storage.close()
-    del storage, stores.opened[:], views
+    stores.opened.clear()
+    del storage, views
     gc.collect()
     assert daemon.lent == 0
 
@@ -118,19 +120,6 @@ def test_pieces_of_which_some_are_in_shared_memory_are_one_object(stores: Stores
     pieces = [memoryview(b"header"), views[0], views[2], memoryview(b""), memoryview(b"between"), views[1]]
     assert storage.put_pieces(["page"], [pieces]) == [True]
     assert get(storage, "page") == b"header" + wanted[0] + wanted[2] + b"between" + wanted[1]
-
-
-def test_many_threads_share_few_rings_and_none_is_used_by_two(stores: Stores, daemon: Emulator) -> None:
-    storage = stores.open(threads=2)
-
-    def use(worker: int) -> None:
-        for turn in range(10):
-            name, data = f"page-{worker}-{turn}", bytes([worker * 10 + turn]) * 5000
-            assert put(storage, **{name: data}) == [True]
-            assert get(storage, name, 8192) == data
-
-    with ThreadPoolExecutor(8) as pool:
-        [*pool.map(use, range(8))]
 
 
 def test_a_read_into_a_callers_memory_does_not_return_while_something_may_be_written_there(
@@ -162,16 +151,27 @@ def test_a_read_into_a_callers_memory_does_not_return_while_something_may_be_wri
     assert [bytes(view) for view in views] == wanted
 
 
+class Mount(Disk):
+    """Its daemon may have ended, and its folder has another identity after a mount."""
+
+    mounts = 0
+    gone = False
+
+    def is_there(self, path: str, identity: tuple[int, int]) -> bool:
+        return identity[0] == self.mounts
+
+    def _entered(self, *args: object) -> object:
+        found = super()._entered(*args)  # type: ignore[arg-type]
+        return type(found)(found.path, found.file, found.owner, (self.mounts, found.identity[1]))
+
+    def space(self, folder: object) -> tuple[int, int]:
+        if self.gone:
+            raise OSError(107, "Transport endpoint is not connected")
+        return 1 << 40, 1 << 40
+
+
 def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emulator, hold: Hold) -> None:
-    class Gone(Disk):
-        gone = False
-
-        def space(self, folder: object) -> tuple[int, int]:
-            if self.gone:
-                raise OSError(107, "Transport endpoint is not connected")
-            return 1 << 40, 1 << 40
-
-    disk = Gone()
+    disk = Mount()
     with stores_in(tmp_path, daemon) as stores:
         storage, region = stores.open(disk=disk), shared_region(PAGE_BYTES)
         storage.register(region)
@@ -182,6 +182,24 @@ def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emul
             storage.get(["a"], pages(region))
 
 
+class Rings:
+    """A look at those of a storage."""
+
+    def __init__(self, storage: Hf3fsStorage) -> None:
+        assert isinstance(storage._engine, UsrbioEngine)
+        self._storage, self._engine = storage, storage._engine
+
+    def lost(self) -> list[object]:
+        """Those on which answers are late."""
+        return [ring for ring, _ in self._engine._lost]
+
+    def idle(self) -> list[object]:
+        return [*self._engine._idle[False], *self._engine._idle[True]]
+
+    def enter_another_mount(self) -> None:
+        self._engine.enter(self._storage._folder)
+
+
 def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(
     stores: Stores, daemon: Emulator, hold: Hold
 ) -> None:
@@ -190,13 +208,13 @@ def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(
     hold(reads=False, fate=Fate.LATE)
     with deadline(LONG_S), pytest.raises(StorageError, match="stored 0 of 1"):
         put(storage, page=b"late")
-    engine = storage._engine
-    assert len(engine._lost) == 1
+    rings = Rings(storage)
+    assert len(rings.lost()) == 1
     daemon.behave = lambda _: Fate.DONE
     assert put(storage, page=b"in time") == [True], "by another ring"
     assert get(storage, "page") == b"in time"
     daemon.release()
-    until(lambda: put(storage, other=b"2") == [True] and not engine._lost, "a ring that is empty again")
+    until(lambda: put(storage, other=b"2") == [True] and not rings.lost(), "a ring that is empty again")
     assert get(storage, "page") == b"in time"
 
 
@@ -207,13 +225,13 @@ def test_a_ring_of_an_earlier_mount_is_not_used_again_when_it_answers_at_last(
     hold(reads=False, fate=Fate.LATE)
     with deadline(LONG_S), pytest.raises(StorageError, match="stored 0 of 1"):
         put(storage, page=b"late")
-    engine = storage._engine
-    ((late, _),) = engine._lost
-    engine.enter(storage._folder)
+    rings = Rings(storage)
+    (late,) = rings.lost()
+    rings.enter_another_mount()
     daemon.behave = lambda _: Fate.DONE
     daemon.release()
-    until(lambda: put(storage, other=b"2") == [True] and not engine._lost, "a ring that is empty again")
-    assert late not in engine._idle[False]
+    until(lambda: put(storage, other=b"2") == [True] and not rings.lost(), "a ring that is empty again")
+    assert late not in rings.idle()
 
 
 def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daemon: Emulator, hold: Hold) -> None:
@@ -229,27 +247,9 @@ def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daem
 
 
 def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(
-    tmp_path: Path, daemon: Emulator, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, daemon: Emulator
 ) -> None:
-    class Remounted(Disk):
-        """Its folder has another identity after a mount."""
-
-        mounts = 0
-        gone = False
-
-        def is_there(self, path: str, identity: tuple[int, int]) -> bool:
-            return identity[0] == self.mounts
-
-        def _entered(self, *args: object) -> object:
-            found = super()._entered(*args)  # type: ignore[arg-type]
-            return type(found)(found.path, found.file, found.owner, (self.mounts, found.identity[1]))
-
-        def space(self, folder: object) -> tuple[int, int]:
-            if self.gone:
-                raise OSError(107, "Transport endpoint is not connected")
-            return 1 << 40, 1 << 40
-
-    disk = Remounted()
+    disk = Mount()
     with stores_in(tmp_path, daemon) as stores:
         storage, region = stores.open(disk=disk, threads=1), shared_region(2 * PAGE_BYTES)
         storage.register(region)
@@ -290,17 +290,6 @@ class Held(Disk):
         return super().write(file, data, at)  # type: ignore[arg-type]
 
 
-def descriptors(folder: Path) -> list[Path]:
-    """What this process has open below a folder."""
-    found = []
-    for each in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(each.readlink())
-        except OSError:
-            continue
-    return [path for path in found if path.is_relative_to(folder)]
-
-
 def test_a_close_under_a_call_that_hangs_ends_and_what_it_uses_is_closed_when_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +311,7 @@ def test_a_close_under_a_call_that_hangs_ends_and_what_it_uses_is_closed_when_it
         storage.close()
         gc.collect()
         assert not descriptors(tmp_path)
+        until(lambda: not threads("kvarve 3fs"), "the end of its threads")
         assert get(stores.open(), "page") == b"1"
 
 
@@ -338,20 +328,12 @@ def test_a_close_while_rings_are_late_ends_and_takes_nothing_back_that_is_in_use
     assert get(stores.open(), "page") is None
 
 
-def test_a_child_that_was_forked_in_the_middle_of_a_call_is_told_so_and_does_not_wait_for_it(stores: Stores) -> None:
-    storage, parent = stores.open(), os.getpid()
-    with storage._lock:
-        storage._pid = parent + 1
+def test_a_child_that_was_forked_in_the_middle_of_a_call_is_told_so_and_does_not_wait_for_it(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, child = stores.open(), os.getpid() + 1
+    with monkeypatch.context() as forked, calling(storage):
+        forked.setattr(os, "getpid", lambda: child)
         asked = BackgroundCall("asks", lambda: storage.exists(["page"]))
         with pytest.raises(StorageError, match="before a fork"):
             asked.result(LONG_S)
-    storage._pid = parent
-
-
-def test_no_thread_is_left_when_a_storage_is_closed(stores: Stores) -> None:
-    storage = stores.open()
-    put(storage, page=b"1")
-    storage.close()
-    until(
-        lambda: not [it for it in threading.enumerate() if it.name.startswith("kvarve 3fs")], "the end of its threads"
-    )
