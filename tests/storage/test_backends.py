@@ -1,17 +1,16 @@
 """Backends as entry points: found by scheme, imported when they are needed, and what they say of themselves is used."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forks
 from kvarve.config import CacheConfig
 from kvarve.errors import ConfigError, StorageError
-from kvarve.memory.arenas import HostArena
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.regions import HostRegion, shared_region
-from kvarve.storage import Breaker, MemoryStorage, StorageUsage, check_storage, deadline, left_s, open_storage, urls
+from kvarve.storage import Breaker, MemoryStorage, check_storage, deadline, left_s, open_storage, urls
 from kvarve.storage.urls import backend_of, parse_url
 from kvarve.testing.suite import LABEL
 from kvarve.worker import CacheWorker
@@ -78,25 +77,14 @@ def test_a_backend_that_cannot_be_loaded_is_one_line(package, points, source, sa
     assert "\n" not in str(told.value)
 
 
-def test_two_packages_cannot_have_one_scheme(package):
-    package("kvarve_odd_one", "odd = kvarve_odd_one:Odd", ODD)
-    package("kvarve_odd_two", "odd = kvarve_odd_two:Odd", ODD)
+def test_a_kvarve_that_was_not_installed_says_so_and_so_do_two_packages_that_want_one_scheme(package, monkeypatch):
+    for name in ("kvarve_odd_one", "kvarve_odd_two"):
+        package(name, f"odd = {name}:Odd", ODD)
     with pytest.raises(ConfigError, match="two packages want odd:// for themselves"):
         parse_url("odd://x?depth=1")
-
-
-def test_a_kvarve_that_was_not_installed_says_so(monkeypatch):
     monkeypatch.setattr(urls, "_entry_points", dict)
     with pytest.raises(ConfigError, match="install kvarve anew"):
         parse_url("file:///x?capacity=1GiB")
-
-
-def test_no_backend_is_imported_before_its_url_is_parsed():
-    code = (
-        "import sys; from kvarve.storage.urls import parse_url; parse_url('memory://x?capacity=1MiB'); "
-        "sys.exit(any(name.startswith(('kvarve.storage.mooncake', 'kvarve.storage.redis')) for name in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_what_a_kind_of_storage_can_do_is_known_by_its_url(tmp_path):
@@ -168,21 +156,6 @@ def test_the_arenas_of_a_cache_lie_where_its_storage_wants_them(monkeypatch):
     worker.close(5.0, 5.0, up=True)
 
 
-def test_without_such_a_storage_memory_has_no_name():
-    assert HostArena(POOLS[0], 2, bytes(32)).region.name is None
-    with CacheConfigured() as worker:
-        assert worker.host[0].region.name is None
-
-
-class CacheConfigured:
-    def __enter__(self) -> CacheWorker:
-        self.worker = CacheWorker(IDENTITY, CacheConfig(1 << 20, 1 << 20, "memory://arenas?capacity=64MiB"))
-        return self.worker
-
-    def __exit__(self, *_: object) -> None:
-        self.worker.close(5.0, 5.0, up=True)
-
-
 def test_shared_memory_is_gone_with_its_last_view_and_with_a_process_that_is_killed():
     region = shared_region(1 << 16)
     assert region.name is not None
@@ -192,7 +165,7 @@ def test_shared_memory_is_gone_with_its_last_view_and_with_a_process_that_is_kil
         "import os, signal; from kvarve.regions import shared_region; region = shared_region(1 << 16); "
         "print(region.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    killed = forks.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = Path("/dev/shm") / killed.stdout.strip()
     assert left.exists()
     shared_region(4096)
@@ -209,10 +182,3 @@ def test_shared_memory_that_there_is_not_is_one_line():
 
 
 # --- what a storage does not tell
-
-
-def test_what_a_storage_does_not_tell_is_left_out():
-    from kvarve.metrics.cache import _storage
-
-    assert [metric.name for metric in _storage(StorageUsage(capacity_bytes=5))] == ["kvarve_storage_capacity_bytes"]
-    assert [*_storage(StorageUsage())] == []

@@ -44,9 +44,7 @@ class TestPosixEngine(Suites):
     pass
 
 
-class TestWithAServerOfThisMachine(StorageSuite):
-    """Other processes find the same objects, and one that is killed while it writes harms none."""
-
+class WithAServerOfThisMachine:
     @pytest.fixture(autouse=True)
     def state(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         with tempfile.TemporaryDirectory(prefix="kv") as folder:  # a socket's path is short
@@ -62,6 +60,13 @@ class TestWithAServerOfThisMachine(StorageSuite):
     def url_of(self, tmp_path: Path) -> UrlOf:
         return lambda place: (f"hf3fs://{tmp_path}/{place}?capacity=64MiB&engine=posix", LABEL)
 
+
+@pytest.mark.long
+class TestWithAServerOfThisMachine(WithAServerOfThisMachine, StorageSuite):
+    """Other processes find the same objects, and one that is killed while it writes harms none."""
+
+
+class TestCallsToAServer(WithAServerOfThisMachine):
     def test_calls_with_more_names_than_the_server_takes_at_once_are_answered(self, make_storage: MakeStorage) -> None:
         storage, names = make_storage(), [f"page-{i}" for i in range(MOST_NAMES + 2)]
         there = {0: b"first", MOST_NAMES - 1: b"last of a part", MOST_NAMES: b"next part", MOST_NAMES + 1: b"last"}
@@ -72,10 +77,6 @@ class TestWithAServerOfThisMachine(StorageSuite):
         assert {i: bytes(buffers[i][:size]) for i, size in enumerate(sizes) if size is not None} == there
         storage.touch(names)
         assert sum(storage.delete(names)) == len(there)
-
-    @pytest.mark.long
-    def test_any_history_of_calls_agrees_with_a_dict(self, make_storage: MakeStorage) -> None:
-        super().test_any_history_of_calls_agrees_with_a_dict(make_storage)
 
 
 class TestUsrbioEngine(Suites):

@@ -46,6 +46,7 @@ def answers(storage: Hf3fsStorage) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_a_page_is_stored_when_its_sync_has_succeeded_and_not_when_its_write_has(volume: Gluster) -> None:
     with stores_in(volume.mount) as stores:
         disk = Killing(volume)

@@ -13,6 +13,7 @@ from processes import until
 
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, check_storage
+from kvarve.storage.file.disk import Directory, Disk
 from kvarve.storage.hf3fs import backend
 from kvarve.storage.hf3fs import storage as storage_module
 from kvarve.testing.suite import LABEL, MakeStorage, StorageSuite, get, put, there
@@ -53,10 +54,18 @@ def aligned(pages: int) -> list[memoryview]:
 def test_a_mount_of_3fs_is_no_warning_and_pages_go_past_the_page_cache(
     stores: Stores, mount: Bindfs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage, views = stores.open(), aligned(8)
+    class Noting(Disk):
+        direct = 0
+
+        def open(self, folder: Directory, name: str, **how: bool) -> int:
+            self.direct += how.get("direct", False)
+            return super().open(folder, name, **how)
+
+    disk = Noting()
+    storage, views = stores.open(disk=disk), aligned(8)
     names = [f"page-{i}" for i in range(8)]
     assert all(storage.put(names, views))
-    assert all(file.direct for file in storage._folder._files.values())
+    assert disk.direct > 0
     wanted = [bytes(view) for view in views]
     for view in views:
         view[:] = bytes(PAGE_BYTES)

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -246,9 +245,7 @@ def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daem
     assert daemon.lent == lent
 
 
-def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(
-    tmp_path: Path, daemon: Emulator
-) -> None:
+def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(tmp_path: Path, daemon: Emulator) -> None:
     disk = Mount()
     with stores_in(tmp_path, daemon) as stores:
         storage, region = stores.open(disk=disk, threads=1), shared_region(2 * PAGE_BYTES)

@@ -8,9 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import pytest
 from hf3fs_laws import audit
 from hf3fs_metadata_suite import LABEL, LONG_S, K, look, number, store, there
 from hf3fs_server import Local, ended, runs
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import until
 
@@ -28,7 +26,6 @@ from kvarve.storage import deadline
 from kvarve.storage.hf3fs.metadata import STORE_FILE, Slot, check_setting, open_metadata
 from kvarve.storage.hf3fs.metadata.calls import CALLS, BadCall, answer
 from kvarve.storage.hf3fs.metadata.frames import HEADER_BYTES, pack, read_header, read_rest
-from kvarve.storage.hf3fs.metadata.local import LocalMetadata
 from kvarve.storage.hf3fs.metadata.server import MOST_CONNECTIONS, near
 from kvarve.storage.hf3fs.metadata.table import SlotTable
 
@@ -52,18 +49,20 @@ def test_a_killed_server_costs_no_error_and_nothing_that_was_committed(local: Lo
     assert there(metadata, *"abcde") == "b c d e" or there(metadata, *"abcde") == "a c d e"
 
 
-def test_a_client_with_many_connections_to_a_killed_server_asks_the_next_one(local: Local) -> None:
-    metadata = local.open()
-    store(metadata, "a")
-    assert isinstance(metadata, LocalMetadata)
-    with ExitStack() as stack:
-        for _ in range(8):  # as many as threads ask at once
-            stack.enter_context(metadata._link(time.monotonic() + 60.0))
+def test_a_client_of_many_threads_asks_the_next_server_by_new_connections(local: Local) -> None:
+    metadata = local.open(1000)
+
+    def work(worker: int) -> bool:
+        names = [f"w{worker}.{i}" for i in range(10)]
+        return all(store(metadata, *names)) and metadata.exists(names) == [True] * 10
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(16)))
     local.kill()
-    assert there(metadata, "a") == "a"
+    assert metadata.usage().objects == 160
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.long)])
 def test_a_server_killed_in_mid_call_loses_nothing_that_it_answered_and_leaks_no_slot(local: Local, kills: int) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -127,6 +126,7 @@ def test_a_server_that_is_told_to_end_removes_its_socket_and_the_next_one_knows_
     store(metadata, "c")
     local.kill(signal.SIGTERM)
     assert not (local.folder / "socket").exists()
+    assert ended(local.run("--idle-s", "0")) == (0, ""), "nobody asks it"
     assert store(metadata, "d") == [True]
     assert there(metadata, *"abcd") == "b c d"
 
@@ -149,14 +149,10 @@ def test_many_clients_start_one_server_which_outlives_its_starter(local: Local) 
     assert local.pid() == pid
 
 
-def test_its_folder_and_its_socket_are_for_one_user(local: Local) -> None:
+def test_its_folder_is_for_one_user_and_refused_if_others_may_enter(local: Local) -> None:
     local.open().exists(["a"])
     assert stat.S_IMODE(local.folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in local.folder.iterdir()} == {0o600}
-
-
-def test_a_folder_that_others_may_enter_is_refused(local: Local, tmp_path: Path) -> None:
-    local.open().exists(["a"])
     local.kill()
     local.folder.chmod(0o755)
     code, errors = ended(local.run())
@@ -165,16 +161,6 @@ def test_a_folder_that_others_may_enter_is_refused(local: Local, tmp_path: Path)
     with pytest.raises(StorageError, match="log says why"):
         local.open().exists(["a"])
     local.folder.chmod(0o700)
-
-
-def test_a_server_without_connections_ends_and_the_next_client_starts_another(local: Local) -> None:
-    metadata = local.open()
-    store(metadata, "a")
-    metadata.close()
-    local.kill()
-    code, errors = ended(local.run("--idle-s", "0"))
-    assert (code, errors) == (0, "")
-    assert there(local.open(), "a") == "a"
 
 
 def _listens(path: Path) -> bool:
@@ -249,15 +235,11 @@ def test_a_store_kept_by_another_machine_is_refused_until_its_file_says_otherwis
     assert local.open().rebuilding(number(), LONG_S), "nothing is known of it, and it may have objects"
 
 
-def test_a_folder_with_its_marker_alone_is_a_new_store_that_has_lost_nothing(local: Local) -> None:
-    (local.store / "kvarve.json").touch()
-    assert not local.open().rebuilding(number(), LONG_S)
-
-
 def test_two_places_for_the_metadata_of_one_machine_are_refused(
     local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two servers would remove the files of which it does not know."""
+    (local.store / "kvarve.json").touch()  # a folder with its marker alone is a new store
     local.open().exists(["a"])
     with monkeypatch.context() as other:
         other.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
@@ -275,7 +257,7 @@ def test_the_last_client_that_opened_a_store_says_its_capacity_and_not_the_last_
     assert first.usage().capacity_bytes == 32 * K, "by a new connection to another server"
 
 
-@pytest.mark.parametrize("said", ["", "x\ny\nz\n", "\xff", "kvarve hf3fs 1\n"])
+@pytest.mark.parametrize("said", ["", "\xff", "kvarve hf3fs 1\n"])
 def test_a_file_that_is_not_ours_is_refused(local: Local, said: str) -> None:
     (local.store / STORE_FILE).write_bytes(said.encode("latin-1"))
     with pytest.raises(StorageError, match=STORE_FILE):
@@ -309,7 +291,7 @@ HELLO = CALLS.index("hello")
 def test_foreign_bytes_end_their_connection_and_no_other(local: Local) -> None:
     metadata = local.open()
     store(metadata, "a")
-    foreign = [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, os.urandom(1 << 16), b"kvm1" + b"\xff" * 16, b"\0" * 10_000_000]
+    foreign = [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, os.urandom(1 << 16), b"kvm1" + b"\xff" * 16]
     foreign.append(pack(99, 1, [], [])[:HEADER_BYTES])
     for data in foreign:
         with connected(local) as link:
@@ -343,13 +325,12 @@ def test_a_call_that_cannot_be_is_answered_and_changes_nothing(local: Local) -> 
 
 
 def test_clients_that_say_half_a_call_or_read_no_answer_hold_nobody_up(local: Local) -> None:
-    metadata = local.open(10_000)
-    store(metadata, *(f"n{i}" for i in range(4000)))
+    metadata, names = local.open(2000), [f"n{i}" for i in range(1000)]
+    store(metadata, *names)
     store_id = (local.store / STORE_FILE).read_text().splitlines()[1]
-    hello = pack(HELLO, 1, [store_id, LABEL.hex()], [10_000 * K, 0, 0, 0])
-    names = [f"n{i}" for i in range(4000)]
+    hello = pack(HELLO, 1, [store_id, LABEL.hex()], [2000 * K, 0, 0, 0])
     ask = pack(CALLS.index("lookup"), 2, names, [number(), 1000])
-    links = [connected(local) for _ in range(20)]
+    links = [connected(local) for _ in range(10)]
     for at, link in enumerate(links):
         link.sendall(hello)
         link.recv(HEADER_BYTES, socket.MSG_WAITALL)
@@ -360,11 +341,10 @@ def test_clients_that_say_half_a_call_or_read_no_answer_hold_nobody_up(local: Lo
             link.send(ask[: 1 + 100 * at])
         except BlockingIOError:
             pass
-    for _ in range(20):
-        assert metadata.exists(names) == [True] * 4000
+    for _ in range(10):
+        assert metadata.exists(names) == [True] * 1000
     for link in links:
         link.close()
-    assert metadata.exists(["n1"]) == [True]
 
 
 def test_more_connections_than_it_keeps_close_the_idle_ones_and_clients_notice_nothing(local: Local) -> None:
@@ -377,18 +357,7 @@ def test_more_connections_than_it_keeps_close_the_idle_ones_and_clients_notice_n
         link.close()
 
 
-def test_threads_ask_side_by_side(local: Local) -> None:
-    metadata = local.open(1000)
-
-    def work(worker: int) -> bool:
-        names = [f"w{worker}.{i}" for i in range(20)]
-        return all(store(metadata, *names)) and metadata.exists(names) == [True] * 20
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(32)))
-    assert metadata.usage().objects == 640
-
-
+@settings(max_examples=30, deadline=None)
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda rest: b"kvm1" + rest))
 def test_any_bytes_are_a_header_or_none(data: bytes) -> None:
     if len(data) >= HEADER_BYTES:
@@ -405,6 +374,7 @@ numbers = st.lists(st.integers(-1, 9) | st.sampled_from([K, 2 * K, 1 << 40, (1 <
 words = st.sampled_from(["a", "b", "g-1", "", "..", "a/b", "x" * 201, "\n"])
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([*CALLS, "none"]), st.lists(words, max_size=3), numbers), max_size=20))
 @example([("reserve", ["a"], [7, 0, K])])
 def test_any_call_is_carried_out_or_none(calls: list[tuple[str, list[str], list[int]]]) -> None:
