@@ -23,9 +23,6 @@ from pathlib import Path
 
 import pytest
 
-from kvarve.storage.mooncake.settings import Settings
-from kvarve.storage.mooncake.storage import MooncakeStorage
-
 MIB = 1 << 20
 # Below the ports that connections get (from 32768) and beside those that the library takes (12300 to 17000): the usual
 # one of a master may be a connection's own just when it wants to listen.
@@ -147,10 +144,6 @@ class Cluster:
     def restart_master(self) -> None:
         """A new master in the place of one that was killed; it knows no object."""
         self.master = self._start_master()
-
-    def storage(self, label: bytes = LABEL, **more: object) -> MooncakeStorage:
-        settings = {"master": MASTER, "metrics": METRICS} | more
-        return MooncakeStorage(Settings(**settings), label, "model A")  # type: ignore[arg-type]
 
     def close(self) -> None:
         for process in reversed(self._processes):

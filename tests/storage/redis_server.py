@@ -66,6 +66,11 @@ class RedisServer:
             link.sendall(f"*{len(words)}\r\n{command}".encode())
             return link.recv(1 << 16).decode()
 
+    def key(self, name: str) -> str:
+        """Of the one object of this name."""
+        (key,) = self.ask("KEYS", f"*:{name}").split("\r\n")[2::2]
+        return key
+
     def url(self, rest: str = "") -> str:
         return f"redis://{self.socket}{rest}"
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from light import light
 from memories import in_memory, over_memories
 
 from gates import threads
@@ -119,6 +120,7 @@ def ward(make_ward: Callable[..., Ward]) -> Ward:
     return make_ward()
 
 
+@light
 class TestABreakerThatIsUpIsItsInner(StorageSuite, CapacitySuite):
     @pytest.fixture
     def make_storage(self) -> Iterator[MakeStorage]:

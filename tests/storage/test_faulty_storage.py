@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from light import light
 from memories import over_memories
 
 from kvarve.errors import StorageError
@@ -18,6 +19,7 @@ def faulty(*rules, seed=0, **more):
     return FaultyStorage(MemoryStorage(1 << 20, LABEL, "model A"), rules, seed=seed, **more)
 
 
+@light
 class TestFaultyStorageWithoutRulesIsItsInner(StorageSuite):
     @pytest.fixture
     def make_storage(self) -> Iterator[MakeStorage]:

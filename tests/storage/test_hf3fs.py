@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hf3fs_server import end_servers
 from hf3fs_stores import SLOT_BYTES, Stores, in_slots, stores_in
+from light import light
 
 from kvarve.storage import Storage
 from kvarve.storage.hf3fs.metadata import MOST_NAMES
@@ -79,6 +80,7 @@ class TestCallsToAServer(WithAServerOfThisMachine):
         assert sum(storage.delete(names)) == len(there)
 
 
+@light
 class TestUsrbioEngine(Suites):
     @pytest.fixture
     def stores(self, tmp_path: Path) -> Iterator[Stores]:

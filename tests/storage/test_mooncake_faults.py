@@ -27,12 +27,12 @@ from mooncake_cluster import (
 import forks
 from kvarve.errors import StorageError
 from kvarve.regions import HostRegion
-from kvarve.storage import open_storage
 from kvarve.storage.mooncake.client import Client, address_of, library
 from kvarve.storage.mooncake.settings import Settings
 from kvarve.storage.mooncake.storage import MooncakeStorage
 from kvarve.testing.suite import get, put, there
 
+pytestmark = pytest.mark.long  # the suite of every storage, and a library that imitates this one, are in the short form
 PAGE = MIB // 4
 FLAGS = ("--default_kv_lease_ttl=400", "--client_ttl=2", "--put_start_discard_timeout_sec=1")
 
@@ -53,8 +53,10 @@ def opened(cluster: Cluster) -> Iterator[Callable[..., MooncakeStorage]]:
     """Opens storages, which go with the test."""
     storages: list[MooncakeStorage] = []
 
-    def open_one(label: bytes = LABEL, **more: object) -> MooncakeStorage:
-        storages.append(cluster.storage(label, **more))
+    def open_one(watched: "Watched | None" = None, **more: object) -> MooncakeStorage:
+        settings = Settings(MASTER, metrics=METRICS, **more)  # type: ignore[arg-type]
+        make = {} if watched is None else {"make": lambda: watched}
+        storages.append(MooncakeStorage(settings, LABEL, "model A", lambda it: Client(it, **make)))
         return storages[-1]
 
     yield open_one
@@ -99,6 +101,43 @@ def reads(storage: MooncakeStorage, name: str) -> bool:
         return get(storage, name) is not None
     except StorageError:
         return False
+
+
+class Watched:
+    """The real library, with RDMA's rule: every byte that it touches has to be registered."""
+
+    def __init__(self) -> None:
+        self.real = library()
+        self.known: list[tuple[int, int]] = []
+        self.moved: list[int] = []
+        self.asked: list[str] = []  # keys, by the last call
+        self.reading = threading.Event()  # a get has begun
+        self.batch_remove = self.real.batch_remove
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def register_buffer(self, address: int, size: int) -> int:
+        self.known.append((address, address + size))
+        return int(self.real.register_buffer(address, size))
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        self.asked = keys
+        return list(self.real.batch_is_exist(keys))
+
+    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        self._check(addresses, sizes)
+        return list(self.real.batch_put_from(keys, addresses, sizes))
+
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        self.reading.set()
+        self._check(addresses, sizes)
+        return list(self.real.batch_get_into(keys, addresses, sizes))
+
+    def _check(self, addresses: list[int], sizes: list[int]) -> None:
+        for address, size in zip(addresses, sizes, strict=True):
+            assert any(start <= address and address + size <= end for start, end in self.known), "not registered"
+        self.moved += addresses
 
 
 # --- owners
@@ -185,16 +224,6 @@ def test_what_an_owner_that_stands_still_does_not_take_is_not_there(
 # --- the master
 
 
-def test_without_a_master_a_call_ends_before_it_enters_the_library() -> None:
-    require_mooncake()
-    client = Client(Settings(MASTER), make=lambda: pytest.fail("setup would block for 90 s"))
-    with own_network(), pytest.raises(StorageError, match=f"no Mooncake master answers at {MASTER}: .*refused") as told:
-        client.exists(["some"])
-    assert "\n" not in str(told.value)
-    with own_network(), pytest.raises(StorageError, match=f"no Mooncake master answers at {MASTER}"):
-        open_storage(f"mooncake://{MASTER}", label=LABEL, description="model A")
-
-
 def test_an_outage_is_no_miss_and_ends_by_itself(cluster: Cluster, opened: Callable[..., MooncakeStorage]) -> None:
     cluster.owner()
     storage, one = opened(), memoryview(bytearray(b"."))
@@ -259,8 +288,10 @@ def test_a_put_of_what_a_dead_writer_began_is_not_taken_for_done(
     cluster: Cluster, opened: Callable[..., MooncakeStorage]
 ) -> None:
     cluster.owner()
-    storage = opened()
-    key = storage._prefix + "page"
+    watched = Watched()
+    storage = opened(watched=watched)
+    assert there(storage, "page") == ""
+    (key,) = watched.asked
     writer = forks.Popen(
         [sys.executable, "-c", UNFINISHED, MASTER, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -268,9 +299,8 @@ def test_a_put_of_what_a_dead_writer_began_is_not_taken_for_done(
         assert writer.stdout is not None
         assert writer.stdout.readline().strip() == "[0]"
         kill(writer)
-    with storage._client._entered() as raw:
-        data = bytearray(b"x" * 100)
-        assert raw.store.batch_put_from([key], [address_of(memoryview(data))], [100]) == [0], "it says that it is done"
+    data = bytearray(b"x" * 100)
+    assert watched.real.batch_put_from([key], [address_of(memoryview(data))], [100]) == [0], "it says that it is done"
     assert put(storage, page=b"x" * 100) == [False]
     assert get(storage, "page") is None
     assert storage.counts["not there after a put"] == 1
@@ -309,83 +339,22 @@ def test_a_full_segment_takes_no_more_until_leases_end(
 # --- leases, prefixes, restarts
 
 
-def test_what_is_deleted_under_a_lease_is_gone_at_once(
-    cluster: Cluster, opened: Callable[..., MooncakeStorage]
-) -> None:
-    cluster.owner()
-    storage = opened()
-    assert put(storage, page=b"damaged" * 9) == [True]
-    assert storage.exists(["page"]) == [True], "which takes a lease"
-    assert storage.delete(["page"]) == [True]
-    assert storage.exists(["page"]) == [False]
-    assert put(storage, page=b"good" * 9) == [True]
-    assert get(storage, "page") == b"good" * 9
-
-
-def test_a_version_that_cannot_remove_under_a_lease_hides_the_object_until_it_can(
-    cluster: Cluster, opened: Callable[..., MooncakeStorage]
-) -> None:
-    cluster.owner()
-    storage, other = opened(), opened()
-    with storage._client._entered() as raw:
-        raw.can_force = False
-    assert put(storage, page=b"damaged" * 9) == [True]
-    assert storage.delete(["page"]) == [True]
-    assert other.exists(["page"]) == [True], "it is under a lease"
-    assert storage.exists(["page"]) == [False]
-    assert get(storage, "page") is None
-    assert storage.delete(["page"]) == [False]
-    until(lambda: put(storage, page=b"good" * 9) == [True], "the end of the lease")
-    assert get(storage, "page") == b"good" * 9
-
-
 def test_an_object_that_this_process_may_be_reading_is_not_removed_by_force(
     cluster: Cluster, opened: Callable[..., MooncakeStorage]
 ) -> None:
-    owner, storage = cluster.owner(), opened()
+    owner, watched = cluster.owner(), Watched()
+    storage = opened(watched=watched)
     pages = Pages(storage, 1)
     pages.fill(1)
     assert storage.put(pages.names, pages.views) == [True]
     with stopped(owner), ThreadPoolExecutor(1) as pool:
         reading = pool.submit(storage.get, pages.names, pages.views)
-        until(lambda: storage._reading == 1, "a get that is under way")
+        assert watched.reading.wait(60)
         assert storage.delete(pages.names) == [True]
-        with storage._client._entered() as raw:
-            assert raw.store.batch_is_exist([storage._prefix + pages.names[0]]) == [1]
+        assert watched.real.batch_is_exist(watched.asked) == [1]
         with pytest.raises(StorageError):
             reading.result()
     assert storage.exists(pages.names) == [False]
-
-
-def test_models_share_a_master_and_each_drops_its_own(cluster: Cluster, opened: Callable[..., MooncakeStorage]) -> None:
-    cluster.owner()
-    ours, theirs = opened(), opened(b"\x02" * 32)
-    names = {"aa-1.kv.0": b"1", "aa-2.kv.0": b"2", "ab-1.kv.0": b"3", "plain": b"4"}
-    for storage in (ours, theirs):
-        assert all(put(storage, **names))
-    assert ours.drop("aa") == 2
-    assert there(ours, *names) == "ab-1.kv.0 plain"
-    assert ours.drop() == 2
-    assert there(ours, *names) == ""
-    assert there(theirs, *names) == " ".join(names)
-
-
-WRITER = """
-import os, sys
-from kvarve.storage import open_storage
-storage = open_storage(sys.argv[1], label=bytes([1]) * 32, description="model A")
-assert storage.put(["page"], [memoryview(bytes(range(256)) * 400)]) == [True]
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_client_that_was_killed_leaves_its_pages_with_their_owner(
-    cluster: Cluster, opened: Callable[..., MooncakeStorage]
-) -> None:
-    cluster.owner()
-    ended = forks.run([sys.executable, "-c", WRITER, f"mooncake://{MASTER}"], check=False, timeout=60)
-    assert ended.returncode == -9
-    assert get(opened(), "page") == bytes(range(256)) * 400
 
 
 def test_replicas_and_pins_are_passed_to_the_library(cluster: Cluster, opened: Callable[..., MooncakeStorage]) -> None:
@@ -397,83 +366,25 @@ def test_replicas_and_pins_are_passed_to_the_library(cluster: Cluster, opened: C
     assert storage.usage().objects == 1, "no call stored it again"
 
 
-# --- closing
-
-
-def test_closing_waits_for_the_call_that_is_inside(cluster: Cluster, opened: Callable[..., MooncakeStorage]) -> None:
-    owner, storage = cluster.owner(), opened()
-    pages = Pages(storage, 1)
-    assert storage.put(pages.names, pages.views) == [True]
-    ended: list[str] = []
-
-    def read() -> None:
-        with pytest.raises(StorageError):
-            storage.get(pages.names, pages.views)
-        ended.append("get")
-
-    with stopped(owner):
-        reader = threading.Thread(target=read)
-        reader.start()
-        until(lambda: storage._client._inside == 1, "a get that is under way")
-        storage.close()
-        ended.append("close")
-    reader.join()
-    assert ended[0] == "get" or storage._client._inside == 0
-    with pytest.raises(StorageError, match="closed"):
-        storage.exists(["page"])
-
-
 # --- registration
 
 
-class Watched:
-    """The real library, with RDMA's rule: every byte that it touches has to be registered."""
-
-    def __init__(self) -> None:
-        self.real = library()
-        self.known: list[tuple[int, int]] = []
-        self.moved: list[int] = []
-        self.batch_remove = self.real.batch_remove
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-    def register_buffer(self, address: int, size: int) -> int:
-        self.known.append((address, address + size))
-        return int(self.real.register_buffer(address, size))
-
-    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        self._check(addresses, sizes)
-        return list(self.real.batch_put_from(keys, addresses, sizes))
-
-    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        self._check(addresses, sizes)
-        return list(self.real.batch_get_into(keys, addresses, sizes))
-
-    def _check(self, addresses: list[int], sizes: list[int]) -> None:
-        for address, size in zip(addresses, sizes, strict=True):
-            assert any(start <= address and address + size <= end for start, end in self.known), "not registered"
-        self.moved += addresses
-
-
-def test_every_byte_that_mooncake_moves_is_registered_and_pages_are_moved_where_they_lie(cluster: Cluster) -> None:
+def test_every_byte_that_mooncake_moves_is_registered_and_pages_are_moved_where_they_lie(
+    cluster: Cluster, opened: Callable[..., MooncakeStorage]
+) -> None:
     cluster.owner()
     watched = Watched()
-    settings = Settings(MASTER, metrics=METRICS)
-    storage = MooncakeStorage(settings, LABEL, "model A", lambda it: Client(it, make=lambda: watched))
-    try:
-        pages = Pages(storage, 40)
-        pages.fill(1)
-        assert all(storage.put(pages.names, pages.views))
-        pages.blank()
-        assert storage.get(pages.names, pages.views) == [PAGE] * 40
-        assert pages.holds(1)
-        assert watched.moved == [address_of(view) for view in pages.views] * 2
-        # Other buffers go through the bounce buffer: read-only, small, large, and larger than the bounce buffer.
-        objects = {"small": b"1", "none": b"", "large": bytes(9 * MIB), "other": b"o" * MIB}
-        assert all(put(storage, **objects))
-        assert {name: get(storage, name, 10 * MIB) for name in objects} == objects
-        buffer = bytearray(5)
-        assert storage.get(["large"], [memoryview(buffer)]) == [9 * MIB]
-    finally:
-        storage.close()
+    storage = opened(watched=watched)
+    pages = Pages(storage, 40)
+    pages.fill(1)
+    assert all(storage.put(pages.names, pages.views))
+    pages.blank()
+    assert storage.get(pages.names, pages.views) == [PAGE] * 40
+    assert pages.holds(1)
+    assert watched.moved == [address_of(view) for view in pages.views] * 2
+    # Other buffers go through the bounce buffer: read-only, small, large, and larger than the bounce buffer.
+    objects = {"small": b"1", "none": b"", "large": bytes(9 * MIB), "other": b"o" * MIB}
+    assert all(put(storage, **objects))
+    assert {name: get(storage, name, 10 * MIB) for name in objects} == objects
+    buffer = bytearray(5)
+    assert storage.get(["large"], [memoryview(buffer)]) == [9 * MIB]

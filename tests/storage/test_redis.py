@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import hypothesis
 import pytest
+from light import light
 from redis_server import RedisServer, free_port
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import Storage, check_storage, open_storage
 from kvarve.storage.redis.backend import read_settings
 from kvarve.storage.urls import parse_url
-from kvarve.testing import suite
 from kvarve.testing.suite import (
     LABEL,
     OTHER_LABEL,
@@ -61,6 +60,7 @@ def mixed(label: bytes, place: str, test: int) -> bytes:
     return hashlib.sha256(label + f"{place} {test}".encode()).digest() if 1 <= len(label) <= 64 else label
 
 
+@light
 class TestRedisStorage(StorageSuite, TtlSuite):
     @pytest.fixture
     def test(self) -> int:
@@ -94,7 +94,7 @@ class TestRedisStorage(StorageSuite, TtlSuite):
 
         def written(word: str, *rest: str) -> Damage:
             def damage(storage: Storage, name: str) -> None:
-                key = storage._key(name).decode()
+                key = server.key(name)
                 assert server.ask("DEL", key) == ":1\r\n"
                 assert not server.ask(word, key, *rest).startswith("-")
 
@@ -111,13 +111,6 @@ class TestRedisStorage(StorageSuite, TtlSuite):
 
         return lambda ttl_s: (opened(server.url(f"?ttl={ttl_s:g}s")), wait)
 
-    def test_any_history_of_calls_agrees_with_a_dict(
-        self, make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        few = {"max_examples": 10, "stateful_step_count": 20}
-        monkeypatch.setattr(suite, "settings", lambda **usual: hypothesis.settings(**(usual | few)))
-        super().test_any_history_of_calls_agrees_with_a_dict(make_storage)
-
 
 def test_other_keys_of_the_server_are_neither_seen_nor_touched(server, opened):
     server.ask("SET", "theirs", "1")
@@ -131,9 +124,9 @@ def test_other_keys_of_the_server_are_neither_seen_nor_touched(server, opened):
 
 def test_a_drop_goes_through_as_many_keys_as_there_are(server, opened):
     storage = opened()
-    names = [f"a-{i}" for i in range(2300)] + [f"b.c-{i}" for i in range(30)]
+    names = [f"a-{i}" for i in range(1200)] + [f"b.c-{i}" for i in range(30)]
     assert all(storage.put(names, [memoryview(b"1")] * len(names)))
-    assert (storage.drop("b.c"), storage.drop("a"), storage.drop()) == (30, 2300, 0)
+    assert (storage.drop("b.c"), storage.drop("a"), storage.drop()) == (30, 1200, 0)
 
 
 def test_a_key_lives_for_the_ttl_and_without_one_until_the_server_evicts_it(server, opened):
@@ -180,7 +173,7 @@ def test_of_a_value_that_is_far_too_long_no_more_is_read_than_its_buffer_takes(s
     names = ["a", "long", "b", "longer", "c"]
     assert all(put(storage, **{name: name.encode() for name in names}))
     for name in ("long", "longer"):
-        server.ask("SETRANGE", storage._key(name).decode(), str(64 << 20), "x")
+        server.ask("SETRANGE", server.key(name), str(64 << 20), "x")
     before = sent(server)
     buffers = [memoryview(bytearray(8)) for _ in names]
     assert storage.get(names, buffers) == [1, (64 << 20) + 1, 1, (64 << 20) + 1, 1]
@@ -201,17 +194,12 @@ def sent(server: RedisServer) -> int:
     [
         ("redis://", "say where the server is"),
         ("redis://host:0", "is not host:port"),
-        ("redis://host:70000", "is not host:port"),
-        ("redis://ho st", "is not host:port"),
         ("redis://host/name", "the number of a database"),
         ("redis://host?ttl=soon", "ttl=soon is not a time"),
-        ("redis://host?ttl=0s", "ttl above zero"),
         ("redis://host?capacity=1GiB", "redis knows: cluster, compress, tls_ca, tls_cert, tls_key, ttl"),
         ("redis://host?tls_ca=/ca.pem", "is for rediss://"),
         ("redis://host?cluster=maybe", "yes or no"),
         ("redis://host/1?cluster=yes", "no database but 0"),
-        ("redis:///socket?cluster=yes", "a cluster has a host"),
-        ("redis://user@host", "a user has a password"),
         ("rediss:///socket", "say where the server is"),
     ],
 )

@@ -132,7 +132,6 @@ def test_closing_leaves_a_tier_that_hangs_and_closes_the_others(make_row: MakeRo
         row.put("c")
 
 
-
 def test_closing_closes_all_even_if_one_cannot(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise StorageError("the last sync failed")
