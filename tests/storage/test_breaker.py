@@ -360,49 +360,6 @@ def test_closing_leaves_what_hangs_and_the_last_that_comes_back_closes_it(
         assert hanging.result(LONG_S) == b"1"
 
 
-def test_a_close_that_fails_is_told_once(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing() -> None:
-        raise StorageError("the last sync failed")
-
-    monkeypatch.setattr(ward.sick, "close", failing)
-    with pytest.raises(StorageError, match="the last sync failed"):
-        ward.storage.close()
-    ward.storage.close()
-
-
-def test_many_threads_through_many_turns_leave_it_up_and_nothing_in_flight() -> None:
-    sick = FaultyStorage(MemoryStorage(1 << 20, LABEL, "model A"), seed=5)
-    sick.rules = [Rule("raise", call, probability=0.3) for call in ("exists", "get", "put")]
-    turns: queue.Queue[bool] = queue.Queue()
-    storage = Breaker(
-        sick, deadline_s=DEADLINE_S, changed=lambda: turns.put(True), probe_first_s=0.0001, probe_most_s=0.001
-    )
-    start = threading.Barrier(8, timeout=LONG_S)
-
-    def work(worker: int) -> int:
-        start.wait()
-        raised = 0
-        for turn in range(60):
-            name = f"page-{(worker + turn) % 16}"
-            data = name.encode() * 10
-            try:
-                storage.exists([name])
-                put(storage, **{name: data})
-                assert get(storage, name) in (None, data)
-            except StorageError:
-                raised += 1
-        return raised
-
-    with ThreadPoolExecutor(8) as callers:
-        raised = sum(ended.result(LONG_S) for ended in [callers.submit(work, i) for i in range(8)])
-    assert storage.counts["raised"] == raised
-    sick.rules = []
-    while not storage.up:
-        turns.get(timeout=LONG_S)
-    assert storage.counts["went down"] == storage.counts["came up"] > 0
-    storage.close()
-
-
 def test_a_bug_below_is_trouble_and_where_no_thread_is_to_be_had_that_probes_the_next_call_tries_again(
     ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,31 +103,6 @@ def test_a_mount_whose_daemon_has_ended_is_refused_in_one_line_with_either_engin
         assert "\n" not in str(told.value)
 
 
-def test_when_the_daemon_is_killed_in_the_middle_of_a_put_nothing_half_is_there(stores: Stores, mount: Bindfs) -> None:
-    storage, views = stores.open(), aligned(8)
-    turns = 0
-    with ThreadPoolExecutor(1) as pool:
-
-        def write() -> None:
-            nonlocal turns
-            while True:
-                storage.put([f"page-{turns}-{i}" for i in range(8)], views)
-                turns += 1
-
-        writing = pool.submit(write)
-        until(lambda: turns > 1)
-        mount.kill()
-        with pytest.raises(StorageError):
-            writing.result(LONG_S)
-    mount.again()
-    buffers = [memoryview(bytearray(PAGE_BYTES)) for _ in range(8)]
-    for turn in range(turns + 1):
-        sizes = storage.get([f"page-{turn}-{i}" for i in range(8)], buffers)
-        assert turn == turns or sizes == [PAGE_BYTES] * 8
-        for number, (size, buffer) in enumerate(zip(sizes, buffers, strict=True), 1):
-            assert size is None or buffer == bytes([number]) * PAGE_BYTES
-
-
 def test_a_mount_that_stands_still_hangs_no_more_than_the_calls_in_it(
     stores: Stores, mount: Bindfs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,22 +181,10 @@ def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emul
             storage.get(["a"], pages(region))
 
 
-class Rings:
-    """A look at those of a storage."""
-
-    def __init__(self, storage: Hf3fsStorage) -> None:
-        assert isinstance(storage._engine, UsrbioEngine)
-        self._storage, self._engine = storage, storage._engine
-
-    def lost(self) -> list[object]:
-        """Those on which answers are late."""
-        return [ring for ring, _ in self._engine._lost]
-
-    def idle(self) -> list[object]:
-        return [*self._engine._idle[False], *self._engine._idle[True]]
-
-    def enter_another_mount(self) -> None:
-        self._engine.enter(self._storage._folder)
+def late_rings(storage: Hf3fsStorage) -> int:
+    """How many are kept aside until they answer."""
+    assert isinstance(storage._engine, UsrbioEngine)
+    return len(storage._engine._lost)
 
 
 def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(
@@ -207,30 +195,13 @@ def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(
     hold(reads=False, fate=Fate.LATE)
     with deadline(LONG_S), pytest.raises(StorageError, match="stored 0 of 1"):
         put(storage, page=b"late")
-    rings = Rings(storage)
-    assert len(rings.lost()) == 1
+    assert late_rings(storage) == 1
     daemon.behave = lambda _: Fate.DONE
     assert put(storage, page=b"in time") == [True], "by another ring"
     assert get(storage, "page") == b"in time"
     daemon.release()
-    until(lambda: put(storage, other=b"2") == [True] and not rings.lost(), "a ring that is empty again")
+    until(lambda: put(storage, other=b"2") == [True] and not late_rings(storage), "a ring that is empty again")
     assert get(storage, "page") == b"in time"
-
-
-def test_a_ring_of_an_earlier_mount_is_not_used_again_when_it_answers_at_last(
-    stores: Stores, daemon: Emulator, hold: Hold
-) -> None:
-    storage = stores.open(threads=1)
-    hold(reads=False, fate=Fate.LATE)
-    with deadline(LONG_S), pytest.raises(StorageError, match="stored 0 of 1"):
-        put(storage, page=b"late")
-    rings = Rings(storage)
-    (late,) = rings.lost()
-    rings.enter_another_mount()
-    daemon.behave = lambda _: Fate.DONE
-    daemon.release()
-    until(lambda: put(storage, other=b"2") == [True] and not rings.lost(), "a ring that is empty again")
-    assert late not in rings.idle()
 
 
 def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daemon: Emulator, hold: Hold) -> None:
@@ -310,19 +281,6 @@ def test_a_close_under_a_call_that_hangs_ends_and_what_it_uses_is_closed_when_it
         assert not descriptors(tmp_path)
         until(lambda: not threads("kvarve 3fs"), "the end of its threads")
         assert get(stores.open(), "page") == b"1"
-
-
-def test_a_close_while_rings_are_late_ends_and_takes_nothing_back_that_is_in_use(
-    stores: Stores, daemon: Emulator, hold: Hold
-) -> None:
-    storage, region = stores.open(), shared_region(PAGE_BYTES)
-    storage.register(region)
-    hold(reads=False, fate=Fate.LATE)
-    with deadline(LONG_S), pytest.raises(StorageError):
-        storage.put(["page"], pages(region))
-    storage.close()
-    daemon.release()
-    assert get(stores.open(), "page") is None
 
 
 def test_a_child_that_was_forked_in_the_middle_of_a_call_is_told_so_and_does_not_wait_for_it(

@@ -1,7 +1,6 @@
 """The metadata server of a machine: it is started when needed, killed, stopped, raced for, lied to and starved."""
 
 import os
-import random
 import signal
 import socket
 import stat
@@ -23,7 +22,7 @@ from processes import until
 import forks
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import deadline
-from kvarve.storage.hf3fs.metadata import STORE_FILE, Slot, check_setting, open_metadata
+from kvarve.storage.hf3fs.metadata import STORE_FILE, check_setting, open_metadata
 from kvarve.storage.hf3fs.metadata.calls import CALLS, BadCall, answer
 from kvarve.storage.hf3fs.metadata.frames import HEADER_BYTES, pack, read_header, read_rest
 from kvarve.storage.hf3fs.metadata.server import MOST_CONNECTIONS, near
@@ -60,50 +59,6 @@ def test_a_client_of_many_threads_asks_the_next_server_by_new_connections(local:
         assert all(pool.map(work, range(16)))
     local.kill()
     assert metadata.usage().objects == 160
-
-
-@pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.long)])
-def test_a_server_killed_in_mid_call_loses_nothing_that_it_answered_and_leaks_no_slot(local: Local, kills: int) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    some, slots = random.Random(seed), 12
-    metadata, committed = local.open(slots), dict[str, Slot]()
-    metadata.exists(["a"])  # which starts a server
-    may_kill, done = threading.Event(), threading.Event()
-
-    def kill_in_turn() -> None:
-        try:
-            for _ in range(kills):
-                may_kill.wait(60)
-                may_kill.clear()
-                local.kill()
-        finally:
-            done.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        killing = pool.submit(kill_in_turn)
-        at = 0
-        while not done.is_set():
-            at += 1
-            if some.random() < 0.1:
-                may_kill.set()
-            names, request = [f"n{at}.{i}" for i in range(some.randint(1, 3))], number()
-            given_ = metadata.reserve(request, names, [K] * len(names), LONG_S)
-            assert all(isinstance(slot, Slot) for slot in given_), "no slot has leaked"
-            assert not {slot[:2] for slot in given_} & {slot[:2] for slot in committed.values()}
-            assert metadata.commit(request, names, given_, [5] * len(names)) == [True] * len(names)
-            committed |= dict(zip(names, given_, strict=True))
-            reader = number()
-            found = metadata.lookup([*committed], reader, LONG_S)
-            assert [each and each.slot for each in found] == [*committed.values()]
-            metadata.release(reader)
-            while len(committed) > slots - 3:
-                name = some.choice([*committed])
-                del committed[name]
-                metadata.delete([name])
-        killing.result()
-    metadata.drop()
-    assert all(store(metadata, *(f"last{i}" for i in range(slots))))
 
 
 def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_answers_nothing_wrong_later(
@@ -302,26 +257,6 @@ def test_foreign_bytes_end_their_connection_and_no_other(local: Local) -> None:
             assert said(link) == b""
         assert there(metadata, "a") == "a"
     assert runs(local.pid())
-
-
-def test_a_call_that_cannot_be_is_answered_and_changes_nothing(local: Local) -> None:
-    metadata = local.open()
-    store(metadata, "a")
-    with connected(local) as link:
-        for kind, names, numbers in [
-            (CALLS.index("exists"), ["a"], []),  # before a hello
-            (HELLO, ["store", "zz"], [1, 0, 0, 0]),
-            (HELLO, ["another", LABEL.hex()], [64 * K, 0, 0, 0]),
-            (HELLO, [], []),
-            (HELLO, ["x", LABEL.hex()], [0, 0, 0, 0]),
-            (len(CALLS), [], []),
-        ]:
-            link.sendall(pack(kind, 7, names, numbers))
-            header = read_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL))
-            assert header.kind == len(CALLS) + 1
-            assert header.tag == 7
-            assert read_rest(header, link.recv(header.rest_bytes, socket.MSG_WAITALL))[0]
-    assert there(metadata, "a") == "a"
 
 
 def test_clients_that_say_half_a_call_or_read_no_answer_hold_nobody_up(local: Local) -> None:

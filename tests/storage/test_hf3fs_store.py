@@ -222,24 +222,6 @@ def test_a_file_that_another_process_has_removed_is_closed_so_that_its_room_is_f
     assert get(stores.open(), "page") == b"2", "in a file that others see"
 
 
-def test_a_file_that_is_made_while_the_folder_is_listed_stays_open(tmp_path: Path) -> None:
-    removed, made = Extent(8192, 0), Extent(8192, 1)
-
-    class Slow(Disk):
-        def files(self, folder: Directory) -> dict[str, os.stat_result]:
-            listed = super().files(folder)
-            store.file(made, create=True)
-            return listed
-
-    store = Folder(Slow(), tmp_path / "store")
-    store.file(removed, create=True)
-    (store.path / file_name(removed)).unlink()
-    assert store.forget_removed() == {}
-    (store.path / file_name(made)).unlink()
-    assert store.file(made), "it is still open"
-    store.close()
-
-
 # --- metadata that was lost
 
 

@@ -190,13 +190,6 @@ def test_one_transfer_each_way_waits_for_the_one_before_it_unless_that_hangs(
     assert len(begun) == 3
 
 
-def test_a_get_that_failed_soon_has_left_nothing_behind_and_the_client_stays(world: World) -> None:
-    client = world.client()
-    world.made[0].batch_get_into = lambda *_: [TRANSFER_FAILED]  # type: ignore[method-assign]
-    assert client.get(["a"], [0], [1]) == [TRANSFER_FAILED]
-    assert not world.made[0].closed
-
-
 # --- one object of a call
 
 PAGE = b"0123456789"

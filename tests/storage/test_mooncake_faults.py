@@ -1,12 +1,9 @@
 """Hazards of Mooncake, each reproduced with a real master and real owners of memory."""
 
 import mmap
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,12 @@ from mooncake_cluster import (
     until,
 )
 
-import forks
 from kvarve.errors import StorageError
 from kvarve.regions import HostRegion
 from kvarve.storage.mooncake.client import Client, address_of, library
 from kvarve.storage.mooncake.settings import Settings
 from kvarve.storage.mooncake.storage import MooncakeStorage
-from kvarve.testing.suite import get, put, there
+from kvarve.testing.suite import get, put
 
 pytestmark = pytest.mark.long  # the suite of every storage, and a library that imitates this one, are in the short form
 PAGE = MIB // 4
@@ -184,43 +180,6 @@ def test_an_owner_that_is_killed_takes_its_pages_alone(
     until(lambda: works(storage), "space at the other owner")
 
 
-def test_without_an_owner_nothing_is_there_and_nothing_is_taken_until_there_is_one(
-    cluster: Cluster, opened: Callable[..., MooncakeStorage]
-) -> None:
-    storage = opened()
-    assert put(storage, page=b"x" * 100) == [False]
-    owner = cluster.owner()
-    assert put(storage, page=b"x" * 100) == [True]
-    kill(owner)
-    until(lambda: storage.exists(["page"]) == [False], "a master that noticed")
-    assert put(storage, page=b"x" * 100) == [False]
-    assert get(storage, "page") is None
-    cluster.owner()
-    assert put(storage, page=b"y" * 100) == [True]
-    assert get(storage, "page") == b"y" * 100
-
-
-def test_what_an_owner_that_stands_still_does_not_take_is_not_there(
-    cluster: Cluster, opened: Callable[..., MooncakeStorage]
-) -> None:
-    owner, storage = cluster.owner(), opened()
-    pages = Pages(storage, 4)
-    pages.fill(1)
-    assert works(storage), "or the first contact with a frozen owner would cost a minute for each object"
-    with stopped(owner), pytest.raises(StorageError, match="stored 0 of 4 objects"):
-        storage.put(pages.names, pages.views)
-
-    def taken() -> bool:
-        with suppress(StorageError):  # for a while no owner takes them
-            return all(storage.put(pages.names, pages.views))
-        return False
-
-    until(taken, "an owner that goes on")
-    pages.blank()
-    assert storage.get(pages.names, pages.views) == [PAGE] * 4
-    assert pages.holds(1)
-
-
 # --- the master
 
 
@@ -246,66 +205,7 @@ def test_an_outage_is_no_miss_and_ends_by_itself(cluster: Cluster, opened: Calla
     assert storage.exists(["some"]) == [False], "the new master knows nothing of before"
 
 
-def test_a_master_that_stands_still_costs_a_second_and_nothing_else(
-    cluster: Cluster, opened: Callable[..., MooncakeStorage]
-) -> None:
-    cluster.owner()
-    storage = opened()
-    assert works(storage)
-    with stopped(cluster.master):
-        with pytest.raises(StorageError, match="does not answer"):
-            storage.exists(["some"])
-        with pytest.raises(StorageError, match="does not answer"):
-            get(storage, "some")
-    assert storage.exists(["some"]) == [True]
-    assert get(storage, "some") == b"x" * 100
-
-
-def test_a_client_that_is_an_owner_too_lends_its_memory_to_the_next_master(
-    cluster: Cluster, opened: Callable[..., MooncakeStorage]
-) -> None:
-    storage = opened(segment_bytes=32 * MIB)
-    assert works(storage)
-    kill(cluster.master)
-    cluster.restart_master()
-    until(lambda: works(storage, "again"), "the client's own segment")
-
-
 # --- answers of puts
-
-
-UNFINISHED = """
-import sys
-from mooncake.store import MooncakeDistributedStore
-store = MooncakeDistributedStore()
-store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1])
-print(store.batch_put_session_start([sys.argv[2]], [100]), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_put_of_what_a_dead_writer_began_is_not_taken_for_done(
-    cluster: Cluster, opened: Callable[..., MooncakeStorage]
-) -> None:
-    cluster.owner()
-    watched = Watched()
-    storage = opened(watched=watched)
-    assert there(storage, "page") == ""
-    (key,) = watched.asked
-    writer = forks.Popen(
-        [sys.executable, "-c", UNFINISHED, MASTER, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline().strip() == "[0]"
-        kill(writer)
-    data = bytearray(b"x" * 100)
-    assert watched.real.batch_put_from([key], [address_of(memoryview(data))], [100]) == [0], "it says that it is done"
-    assert put(storage, page=b"x" * 100) == [False]
-    assert get(storage, "page") is None
-    assert storage.counts["not there after a put"] == 1
-    until(lambda: put(storage, page=b"x" * 100) == [True], "a master that has given the writer up")
-    assert get(storage, "page") == b"x" * 100
 
 
 @pytest.mark.parametrize("cluster", [("--default_kv_lease_ttl=5000",)], indirect=True)

@@ -1,13 +1,10 @@
 """Redis servers that are killed, stopped, restarted, full, or want another password; TLS; a cluster."""
 
-import datetime
-import ipaddress
 import logging
 import os
 import socket
-import threading
+import subprocess
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,22 +68,6 @@ def test_a_server_that_is_killed_is_trouble_and_one_that_is_back_is_used_at_once
     assert get(storage, "page") is None, "the server has forgotten everything"
     assert put(later, page=b"2") == [True]
     assert get(storage, "page") == b"2"
-
-
-def test_connections_to_the_server_that_was_there_before_are_not_used(server, opened):
-    storage = opened(server.url())
-    together = threading.Barrier(4, timeout=60)
-
-    def use(number: int) -> None:
-        together.wait()
-        put(storage, **{f"page-{number}": b"1"})
-
-    with ThreadPoolExecutor(4) as pool:
-        [*pool.map(use, range(4))]
-    server.kill()
-    server.start()
-    for _ in range(4):
-        assert storage.exists(["page-0"]) == [False]
 
 
 def test_connections_that_were_lost_are_replaced_however_many_they_were(server, opened):
@@ -215,36 +196,11 @@ def test_a_password_is_needed_checked_and_told_to_nobody(tmp_path, opened, caplo
 # --- TLS
 
 
-def _certificates(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
-    pytest.importorskip("cryptography")
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(address, critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / "cert.pem", folder / "key.pem"
-    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    encoding, none = serialization.Encoding.PEM, serialization.NoEncryption()
-    paths[1].write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, none))
-    return paths
-
-
 def test_over_tls_the_server_has_to_be_the_one_whose_certificate_is_known(tmp_path, opened):
-    certificate, key = _certificates(tmp_path / "tls")
-    port = free_port()
+    certificate, key, port = tmp_path / "cert.pem", tmp_path / "key.pem", free_port()
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=test -days 1"
+    words += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
+    subprocess.run(words.split(), check=True, capture_output=True)
     files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no")
     server = RedisServer(tmp_path / "redis", "--port", "0", "--tls-port", str(port), *files)
     try:
