@@ -78,8 +78,6 @@ class MetadataSuite:
         """The service forgets all that it knew; what is open goes on."""
         raise NotImplementedError
 
-    # --- objects
-
     def test_a_committed_object_is_found_in_its_slot_with_its_size(self, open_: Open) -> None:
         metadata, request = open_(), number()
         a, b = metadata.reserve(request, ["a", "b"], [K, 3 * K], LONG_S)
@@ -94,30 +92,6 @@ class MetadataSuite:
         assert metadata.usage().objects == 2
         assert metadata.usage().bytes == 3 * K + 17
         assert metadata.usage().capacity_bytes == 64 * K
-
-    def test_delete_and_drop_say_what_was_there(self, open_: Open) -> None:
-        metadata = open_()
-        store(metadata, "g-1", "g-2", "h-1", "plain", "g")
-        assert metadata.delete(["g-1", "none", "g-1"]) == [True, False, False]
-        assert metadata.drop("g") == 1
-        assert there(metadata, "g-1", "g-2", "h-1", "plain", "g") == "h-1 plain g"
-        assert metadata.drop() == 3
-        assert metadata.usage().objects == metadata.usage().bytes == 0
-
-    def test_an_object_that_was_stored_anew_is_not_deleted_from_its_earlier_slot(self, open_: Open) -> None:
-        metadata = open_()
-        store(metadata, "a", "b")
-        _, (first, other) = look(metadata, "a", "b")
-        assert first and other
-        metadata.delete(["a"])
-        store(metadata, "a")
-        _, (anew,) = look(metadata, "a")
-        assert anew and anew != first
-        assert metadata.delete(["a", "b", "c"], [first, first, first]) == [False] * 3
-        assert metadata.delete(["a"], [anew._replace(epoch=anew.epoch - 1)]) == [False]
-        assert there(metadata, *"abc") == "a b"
-        assert metadata.delete(["a", "b"], [anew, first]) == [True, False]
-        assert there(metadata, *"abc") == "b"
 
     def test_a_call_with_no_name_or_as_many_as_there_may_be_is_answered(self, open_: Open) -> None:
         metadata = open_(MOST_NAMES)
@@ -135,8 +109,6 @@ class MetadataSuite:
         metadata.release(reader)
         assert store(metadata, "more") == [True]
         assert metadata.delete(names) == [True] * (MOST_NAMES - 1) + [False], "the last name was the oldest"
-
-    # --- reserve, commit, abort
 
     def test_a_reserve_asked_again_answers_the_same_slots(self, open_: Open) -> None:
         metadata, request = open_(4), number()
@@ -183,8 +155,6 @@ class MetadataSuite:
         assert len(seen) == 12
         assert len({slot.epoch for slot in seen}) == 12
         assert len({slot.number for slot in seen}) == 12, "no file comes back under its name"
-
-    # --- room
 
     def test_the_least_recently_used_is_evicted_and_the_first_name_of_a_call_last(self, open_: Open) -> None:
         metadata = open_(4)
@@ -269,8 +239,6 @@ class MetadataSuite:
         assert store(smaller, "more") == [True]
         assert there(smaller, *names) == "n6 n7"
 
-    # --- after a loss
-
     def test_what_was_found_again_is_not_evicted_while_its_slots_wait_for_late_writes(self, open_: Open) -> None:
         metadata = open_(4)
         store(metadata, *"abcd")
@@ -320,5 +288,3 @@ class MetadataSuite:
         (slot,) = metadata.reserve(number(), ["d"], [K], LONG_S)
         assert slot.epoch > max(each.epoch for each in slots[:2])
         assert slot.extent not in extents
-
-    # --- close

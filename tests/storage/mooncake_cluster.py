@@ -13,21 +13,19 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import until
 
 MIB = 1 << 20
 # Below the ports that connections get (from 32768) and beside those that the library takes (12300 to 17000): the usual
 # one of a master may be a connection's own just when it wants to listen.
 MASTER, METRICS = "127.0.0.1:5051", "127.0.0.1:9003"
-PATIENCE_S, PAUSE_S = 60.0, 0.01
 LABEL = b"\x01" * 32
 
 # Before the library is loaded: its timeouts are shorter here than for users.
@@ -95,14 +93,6 @@ def require_mooncake() -> None:
         pytest.fail(f"Mooncake cannot be tested here: {problem}")
     if problem:
         pytest.skip(f"Mooncake cannot be tested here: {problem}")
-
-
-def until(holds: Callable[[], bool], what: str = "it") -> None:
-    """Poll, and leave the processor to the processes that are polled."""
-    end, never = time.monotonic() + PATIENCE_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < end, f"{what} did not come about"
-        never.wait(PAUSE_S)
 
 
 class Cluster:

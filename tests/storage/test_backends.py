@@ -1,6 +1,7 @@
 """Backends as entry points: found by scheme, imported when they are needed, and what they say of themselves is used."""
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,6 @@ from kvarve.storage.urls import backend_of, parse_url
 from kvarve.testing.suite import LABEL
 from kvarve.worker import CacheWorker
 from plugged import plug_in
-
-# --- found by scheme
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def test_a_kvarve_that_was_not_installed_says_so_and_so_do_two_packages_that_wan
         package(name, f"odd = {name}:Odd", ODD)
     with pytest.raises(ConfigError, match="two packages want odd:// for themselves"):
         parse_url("odd://x?depth=1")
-    monkeypatch.setattr(urls, "_entry_points", dict)
+    monkeypatch.setattr(urls, "_entry_points", cache(dict))
     with pytest.raises(ConfigError, match="install kvarve anew"):
         parse_url("file:///x?capacity=1GiB")
 
@@ -91,9 +90,6 @@ def test_what_a_kind_of_storage_can_do_is_known_by_its_url(tmp_path):
     file, memory = (backend_of(parse_url(url)) for url in (f"{tmp_path}/x", "memory://x?capacity=1MiB"))
     assert (file.bounded, file.shared, file.can_list, file.can_verify) == (True, True, True, True)
     assert (memory.bounded, memory.shared, memory.can_list, memory.can_verify) == (True, False, False, False)
-
-
-# --- a deadline in each call
 
 
 def test_a_call_knows_how_long_its_caller_waits_and_the_nearest_deadline_counts():
@@ -129,9 +125,6 @@ def test_a_call_that_ends_itself_at_its_deadline_opens_the_circuit_as_one_that_h
     assert not breaker.up
     assert breaker.counts["hung"] == 1
     breaker.close()
-
-
-# --- memory that a storage allocates
 
 
 POOLS = (PoolSpec("kv", (BufferSpec("k", (64, 8), "float32"),), None),)
@@ -179,6 +172,3 @@ def test_shared_memory_that_there_is_not_is_one_line():
     with pytest.raises(ConfigError, match="no 4611686018427387904 bytes of memory in /dev/shm") as told:
         shared_region(1 << 62)
     assert "\n" not in str(told.value)
-
-
-# --- what a storage does not tell

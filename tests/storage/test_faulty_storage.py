@@ -153,6 +153,7 @@ def test_the_same_seed_does_the_same_damage_and_another_does_not():
     assert all(history(1)[1][fault] for fault in ("raise", "lose", "truncate", "flip", "swap", "short"))
 
 
+@pytest.mark.long
 def test_the_fakes_need_neither_pytest_nor_hypothesis():
     script = "import kvarve.testing, sys; assert not {'pytest', 'hypothesis'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -228,13 +228,3 @@ def test_an_object_that_cannot_be_read_is_missing_alone_and_is_no_trouble_while_
         disk.bad, disk.behave, daemon.behave = "", lambda _: None, lambda _: Fate.DONE
         assert storage.get(names, buffers) == [5000] * 4, "an error may pass"
     assert not daemon.misuse
-
-
-def test_a_full_disk_is_no_space_and_no_trouble(tmp_path: Path) -> None:
-    disk = BadDisk()
-    with stores_in(tmp_path) as stores:
-        storage = stores.open(disk=disk)
-        disk.behave = lambda call: errno.ENOSPC if call == "write" else None
-        assert storage.put(["a", "b"], [memoryview(b"1"), memoryview(b"2")]) == [False, False]
-        assert storage.counts == {"no space": 2}
-        assert stores.slots() == {QUARANTINED: 2}

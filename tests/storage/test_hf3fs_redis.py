@@ -57,23 +57,6 @@ def test_a_server_that_is_killed_is_trouble_and_one_that_is_back_knows_what_was_
     assert there(metadata, *"abc") == "a b c"
 
 
-def test_a_server_that_comes_back_empty_is_to_be_rebuilt(server: RedisServer, opened: Opened) -> None:
-    metadata = opened(server.url())
-    store(metadata, "a")
-    _, (slot,) = look(metadata, "a")
-    server.kill()
-    for path in sorted(server.folder.rglob("*"), reverse=True):
-        if "appendonly" in str(path) or path.suffix == ".rdb":
-            path.rmdir() if path.is_dir() else path.unlink()
-    server.start()
-    assert there(metadata, "a") == ""
-    builder = number()
-    assert metadata.rebuilding(builder, LONG_S)
-    assert metadata.adopt(LABEL, ["a"], [slot], [7]) == [True]
-    metadata.rebuilt(builder)
-    assert there(opened(server.url()), "a") == "a"
-
-
 def test_an_entry_that_is_not_as_it_was_written_costs_its_object_and_no_other(
     server: RedisServer, opened: Opened
 ) -> None:
@@ -172,6 +155,7 @@ def test_a_password_comes_from_its_file_and_is_never_shown(server: RedisServer, 
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
+        *((setting, "metadata=") for setting in ("", "unix:", "unix:relative", "memory:a/b", "ftp://x", "x\0")),
         ("redis://me:secret@host", "no password stands in a URL"),
         ("redis://host?ttl=7d", "no ttl"),
         ("redis://host?user=me", "password_file"),

@@ -243,9 +243,6 @@ def test_a_failed_sync_is_no_success(stores: Stores, daemon: Emulator) -> None:
     assert storage.exists(["page"]) == [False]
 
 
-# --- the end
-
-
 class Held(Disk):
     """Its writes to slots wait for a gate, as on a mount that stands still."""
 

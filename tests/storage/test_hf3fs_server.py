@@ -14,21 +14,19 @@ from typing import Any
 import pytest
 from hf3fs_laws import audit
 from hf3fs_metadata_suite import LABEL, LONG_S, K, look, number, store, there
-from hf3fs_server import Local, ended, runs
+from hf3fs_server import FORKED, Local, ended, runs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import until
 
 import forks
-from kvarve.errors import ConfigError, StorageError
+from kvarve.errors import StorageError
 from kvarve.storage import deadline
-from kvarve.storage.hf3fs.metadata import STORE_FILE, check_setting, open_metadata
+from kvarve.storage.hf3fs.metadata import STORE_FILE, open_metadata
 from kvarve.storage.hf3fs.metadata.calls import CALLS, BadCall, answer
 from kvarve.storage.hf3fs.metadata.frames import HEADER_BYTES, pack, read_header, read_rest
 from kvarve.storage.hf3fs.metadata.server import MOST_CONNECTIONS, near
 from kvarve.storage.hf3fs.metadata.table import SlotTable
-
-# --- a server that goes away
 
 
 def test_a_killed_server_costs_no_error_and_nothing_that_was_committed(local: Local) -> None:
@@ -38,11 +36,9 @@ def test_a_killed_server_costs_no_error_and_nothing_that_was_committed(local: Lo
     (slot,) = metadata.reserve(request, ["c"], [K], LONG_S)
     local.kill()
     assert there(metadata, "a", "b", "c") == "a b"
-    local.kill()
     assert metadata.commit(request, ["c"], [slot], [1]) == [True], "what it had reserved is still reserved"
     local.kill()
     assert metadata.commit(request, ["c"], [slot], [1]) == [True]
-    local.kill()
     assert [found and found[0] for found in metadata.lookup(["c"], number(), LONG_S)] == [slot]
     assert store(metadata, "d", "e") == [True, True]
     assert there(metadata, *"abcde") == "b c d e" or there(metadata, *"abcde") == "a c d e"
@@ -86,9 +82,6 @@ def test_a_server_that_is_told_to_end_removes_its_socket_and_the_next_one_knows_
     assert there(metadata, *"abcd") == "b c d"
 
 
-# --- how it is started
-
-
 def test_many_clients_start_one_server_which_outlives_its_starter(local: Local) -> None:
     code = (
         "import sys; from pathlib import Path; from kvarve.storage.hf3fs.metadata import open_metadata;"
@@ -96,8 +89,8 @@ def test_many_clients_start_one_server_which_outlives_its_starter(local: Local) 
         "print(m.exists(['a'])); m.close()"
     )
     command = [sys.executable, "-c", code, str(local.store)]
-    processes = [forks.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [process.communicate(timeout=120)[0] for process in processes] == ["[False]\n"] * 4
+    processes = [forks.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=120)[0] for process in processes] == ["[False]\n"] * 3
     pid = local.pid()
     assert runs(pid)
     store(local.open(), "a")
@@ -146,24 +139,17 @@ def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, t
     other.close()
 
 
-@pytest.mark.parametrize("setting", ["", "unix:", "unix:relative", "memory:", "memory:a/b", "ftp://x", "redis", "x\0"])
-def test_a_setting_that_cannot_work_is_told_in_one_line(setting: str) -> None:
-    with pytest.raises(ConfigError, match="metadata=") as told:
-        check_setting(setting)
-    assert "\n" not in str(told.value)
-
-
 def test_a_call_that_cannot_wait_for_the_server_that_it_starts_does_not_end_it(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, started, goes_on = subprocess.run, list[object](), threading.Event()
+    run, started, goes_on = forks.run, list[object](), threading.Event()
 
     def held(command: Any, **how: Any) -> Any:
         started.append(command)
         assert goes_on.wait(LONG_S)
         return run(command, **how)
 
-    monkeypatch.setattr(subprocess, "run", held)
+    monkeypatch.setattr(FORKED, "run", held)
     metadata = local.open()
     while not started:
         with deadline(0.1), pytest.raises(StorageError, match="in time"):
@@ -171,9 +157,6 @@ def test_a_call_that_cannot_wait_for_the_server_that_it_starts_does_not_end_it(
     goes_on.set()
     assert metadata.exists(["a"]) == [False]
     assert len(started) == 1
-
-
-# --- which store it is
 
 
 def test_a_store_kept_by_another_machine_is_refused_until_its_file_says_otherwise(local: Local) -> None:
@@ -217,9 +200,6 @@ def test_a_file_that_is_not_ours_is_refused(local: Local, said: str) -> None:
     (local.store / STORE_FILE).write_bytes(said.encode("latin-1"))
     with pytest.raises(StorageError, match=STORE_FILE):
         local.open()
-
-
-# --- what is no call
 
 
 def connected(local: Local) -> socket.socket:

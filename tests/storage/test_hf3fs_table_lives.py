@@ -185,4 +185,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=12, stateful_step_count=40, deadline=None)

@@ -111,9 +111,6 @@ def world(port: int) -> World:
     return World(port)
 
 
-# --- hazards of the library
-
-
 def test_transfers_that_the_library_gave_up_on_are_over_before_the_get_returns(world: World) -> None:
     storage = world.storage()
     memory = memoryview(mmap.mmap(-1, 1 << 16))
@@ -161,36 +158,26 @@ def test_one_transfer_each_way_waits_for_the_one_before_it_unless_that_hangs(
     world: World, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     client = world.client()
-    (library,) = world.made
-    entered, begun, leave = threading.Semaphore(0), list[int](), threading.Event()
+    entered, leave = threading.Semaphore(0), threading.Event()
 
     def transfer(keys: list[str], *_: object) -> list[int]:
-        begun.append(len(begun))
         entered.release()
         assert leave.wait(30)
         return [OK]
 
-    setattr(library, "batch_put_from" if what == "put" else "batch_get_into", transfer)
+    setattr(world.made[0], "batch_put_from" if what == "put" else "batch_get_into", transfer)
     monkeypatch.setattr(mooncake_client, "_TURN_S", 30.0)
-    move = {"put": client.put, "get": client.get}[what]
-    other = {"put": client.get, "get": client.put}[what]
-    threads = [threading.Thread(target=move, args=(["a"], [0], [1])) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert entered.acquire(timeout=30)
-    assert other(["a"], [0], [1]) in ([OK], [1]), "the other way is free"
-    assert len(begun) == 1
-    monkeypatch.setattr(mooncake_client, "_TURN_S", 0.01)
-    late = threading.Thread(target=move, args=(["a"], [0], [1]))
-    late.start()
-    assert entered.acquire(timeout=30), "it has gone ahead"
-    leave.set()
-    for thread in (*threads, late):
-        thread.join(30)
-    assert len(begun) == 3
+    move, other = (client.put, client.get) if what == "put" else (client.get, client.put)
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(move, ["a"], [0], [1]), pool.submit(move, ["a"], [0], [1])
+        assert entered.acquire(timeout=30)
+        assert other(["a"], [0], [1]) in ([OK], [1]), "the other way is free"
+        assert not entered.acquire(blocking=False)
+        monkeypatch.setattr(mooncake_client, "_TURN_S", 0.01)
+        pool.submit(move, ["a"], [0], [1])
+        assert entered.acquire(timeout=30), "it has gone ahead"
+        leave.set()
 
-
-# --- one object of a call
 
 PAGE = b"0123456789"
 
@@ -284,9 +271,6 @@ def test_without_a_master_a_call_ends_before_it_enters_the_library(world: World)
     assert "\n" not in str(told.value)
 
 
-# --- versions
-
-
 def test_an_older_version_removes_one_by_one_and_hides_what_is_under_a_lease(world: World) -> None:
     storage = world.storage()
     assert storage.delete(["leased", "free", "free"]) == [True, True, False]
@@ -302,8 +286,6 @@ def test_the_address_by_which_the_master_is_reached_is_this_ones_unless_it_has_a
     world.client(Settings(world.settings.master, hostname="node-7"))
     assert [library.hostname for library in world.made] == ["127.0.0.1", "node-7"]
 
-
-# --- settings
 
 Read = Callable[..., Settings]
 

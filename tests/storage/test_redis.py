@@ -2,18 +2,13 @@
 
 import hashlib
 import itertools
-import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from light import light
 from redis_server import RedisServer, free_port
 
-from kvarve.errors import ConfigError, StorageError
-from kvarve.storage import Storage, check_storage, open_storage
+from kvarve.storage import Storage, open_storage
 from kvarve.storage.redis.backend import read_settings
 from kvarve.storage.urls import parse_url
 from kvarve.testing.suite import (
@@ -129,14 +124,6 @@ def test_a_drop_goes_through_as_many_keys_as_there_are(server, opened):
     assert (storage.drop("b.c"), storage.drop("a"), storage.drop()) == (30, 1200, 0)
 
 
-def test_a_key_lives_for_the_ttl_and_without_one_until_the_server_evicts_it(server, opened):
-    put(opened(server.url("?ttl=1.5h")), a=b"1")
-    put(opened(), b=b"1")
-    (a,) = [key for key in server.ask("KEYS", "*").split("\r\n")[2::2] if key.endswith("a")]
-    assert 5_000_000 < int(server.ask("PTTL", a)[1:]) <= 5_400_000
-    assert server.ask("PTTL", f"{a[:-1]}b") == ":-1\r\n"
-
-
 def test_a_databases_number_keeps_it_apart(server, opened):
     one, other = (opened(f"redis://127.0.0.1:{server.port}/{number}") for number in (0, 3))
     put(one, a=b"1")
@@ -186,29 +173,6 @@ def sent(server: RedisServer) -> int:
     return int(server.ask("INFO", "stats").partition("total_net_output_bytes:")[2].split()[0])
 
 
-# --- what a URL may say
-
-
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("redis://", "say where the server is"),
-        ("redis://host:0", "is not host:port"),
-        ("redis://host/name", "the number of a database"),
-        ("redis://host?ttl=soon", "ttl=soon is not a time"),
-        ("redis://host?capacity=1GiB", "redis knows: cluster, compress, tls_ca, tls_cert, tls_key, ttl"),
-        ("redis://host?tls_ca=/ca.pem", "is for rediss://"),
-        ("redis://host?cluster=maybe", "yes or no"),
-        ("redis://host/1?cluster=yes", "no database but 0"),
-        ("rediss:///socket", "say where the server is"),
-    ],
-)
-def test_a_url_that_cannot_work_is_told_in_one_line(url, said):
-    with pytest.raises(ConfigError, match=said) as told:
-        check_storage(url, label=LABEL, description="model A")
-    assert "\n" not in str(told.value)
-
-
 def test_a_url_says_where_and_how():
     settings = read_settings(parse_url("redis://me:p%40w@10.0.0.1:7000/2?ttl=2m"))
     assert (settings.host, settings.port, settings.database, settings.ttl_s) == ("10.0.0.1", 7000, 2, 120.0)
@@ -218,21 +182,3 @@ def test_a_url_says_where_and_how():
     assert (settings.host, settings.port, settings.tls, settings.tls_ca) == ("::1", 6379, True, "/ca.pem")
     assert settings.cluster
     assert read_settings(parse_url("redis:///run/redis.sock")).socket == "/run/redis.sock"
-
-
-def test_what_is_no_redis_is_told_and_not_waited_for(tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def greet() -> None:
-            for _ in range(2):
-                with suppress(OSError):  # it hangs up
-                    link, _ = listener.accept()
-                    with link:
-                        link.recv(1000)
-                        link.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        threading.Thread(target=greet, daemon=True).start()
-        port = listener.getsockname()[1]
-        with pytest.raises(StorageError) as told:
-            open_storage(f"redis://127.0.0.1:{port}", label=LABEL, description="model A")
-        assert f"127.0.0.1:{port}" in str(told.value)

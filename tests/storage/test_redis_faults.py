@@ -43,9 +43,6 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     server.close()
 
 
-# --- a server that goes away
-
-
 def test_a_server_that_is_killed_is_trouble_and_one_that_is_back_is_used_at_once(server, opened):
     storage = opened(server.url())
     put(storage, page=b"1")
@@ -94,9 +91,6 @@ def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_later_a
     assert buffers == data[::-1], "a connection on which answers may still come is not used again"
 
 
-# --- memory
-
-
 def test_a_server_that_evicts_costs_misses_and_one_that_may_not_has_no_space(tmp_path, opened):
     server = RedisServer(tmp_path / "redis", "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
     try:
@@ -124,24 +118,6 @@ def view_of(size_bytes: int) -> memoryview:
     return memoryview(bytearray(size_bytes))
 
 
-def test_a_server_that_refuses_writes_says_why(server, opened):
-    storage = opened(server.url())
-    put(storage, old=b"1")
-    server.ask("REPLICAOF", "127.0.0.1", "1")
-    with pytest.raises(StorageError, match="READONLY"):
-        put(storage, new=b"1")
-    assert get(storage, "old") == b"1"
-    server.ask("REPLICAOF", "NO", "ONE")
-    server.ask("ACL", "SETUSER", "default", "-scan", "-info")
-    for call in (storage.drop, storage.usage):
-        with pytest.raises(StorageError, match="NOPERM"):
-            call()
-    assert get(storage, "old") == b"1"
-
-
-# --- one key
-
-
 def test_a_key_that_the_server_refuses_is_missing_and_stays_as_it_is(server, opened):
     storage = opened(server.url())
     shut, *others = names = ["shut-1", "open-1", "open-2"]
@@ -164,9 +140,6 @@ def test_a_key_that_the_server_refuses_is_missing_and_stays_as_it_is(server, ope
     server.ask("ACL", "SETUSER", "default", "allkeys")
     assert get(storage, shut) == b"shut-1"
     assert storage.exists(others) == [False, False]
-
-
-# --- passwords
 
 
 def test_a_password_is_needed_checked_and_told_to_nobody(tmp_path, opened, caplog):
@@ -193,9 +166,6 @@ def test_a_password_is_needed_checked_and_told_to_nobody(tmp_path, opened, caplo
         server.close()
 
 
-# --- TLS
-
-
 def test_over_tls_the_server_has_to_be_the_one_whose_certificate_is_known(tmp_path, opened):
     certificate, key, port = tmp_path / "cert.pem", tmp_path / "key.pem", free_port()
     words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=test -days 1"
@@ -216,9 +186,6 @@ def test_over_tls_the_server_has_to_be_the_one_whose_certificate_is_known(tmp_pa
                 opened(url)
     finally:
         server.close()
-
-
-# --- a cluster
 
 
 @pytest.fixture

@@ -45,6 +45,10 @@ def test_a_file_url_says_for_how_long_how_much_and_in_what_order(tmp_path):
     storage.close()
 
 
+def homeless():
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_a_file_url_without_a_path_is_in_the_users_state_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
@@ -55,20 +59,15 @@ def test_a_file_url_without_a_path_is_in_the_users_state_directory(tmp_path, mon
     assert (tmp_path / "state" / "kvarve" / "kvarve.json").exists()
     monkeypatch.setenv("XDG_STATE_HOME", "relative/paths/are/none")
     assert parse_url("file://").path == str(tmp_path / "home" / ".local" / "state" / "kvarve")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(ConfigError, match="name a folder"):
+        check_storage("file://?capacity=1GiB", label=LABEL, description="model A")
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="say how much it may hold"):
         check_storage("file://", label=LABEL, description="model A")
     with pytest.raises(ConfigError, match="two tiers are two places"):
         check_storage(("file://?capacity=1GiB", parse_url("file://").path), label=LABEL, description="model A")
-
-
-def test_a_user_without_a_home_has_to_name_a_folder(monkeypatch):
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", home)
-    with pytest.raises(ConfigError, match="name a folder"):
-        check_storage("file://?capacity=1GiB", label=LABEL, description="model A")
 
 
 def test_a_memory_url_is_found_again_by_its_name():
@@ -114,6 +113,22 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("memory://name/below?capacity=1GiB", "no path"),
         ("memory://na me?capacity=1GiB", "cannot name an object"),
         ("memory://name", "say how much"),
+        ("redis://", "say where the server is"),
+        ("redis://host:0", "is not host:port"),
+        ("redis://host/name", "the number of a database"),
+        ("redis://host?ttl=soon", "ttl=soon is not a time"),
+        ("redis://host?capacity=1GiB", "redis knows: cluster, compress, tls_ca, tls_cert, tls_key, ttl"),
+        ("redis://host?tls_ca=/ca.pem", "is for rediss://"),
+        ("redis://host?cluster=maybe", "yes or no"),
+        ("redis://host/1?cluster=yes", "no database but 0"),
+        ("rediss:///socket", "say where the server is"),
+        ("hf3fs://mnt/3fs?capacity=1GiB", "absolute path, with three slashes"),
+        ("hf3fs:///mnt/3fs", "how much it may hold"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&engine=fast", "auto, usrbio or posix"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&threads=0", "from 1 to 256"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&metadata=here", "metadata=here"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&engine=usrbio", "hf3fs_py_usrbio.*write engine=posix"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&ttl=1d", "hf3fs knows: capacity, compress, engine, metadata, quota, threads"),
     ],
 )
 def test_a_setting_that_cannot_work_is_told_in_one_line(url, said):
@@ -232,20 +247,8 @@ def test_what_is_not_a_size_is_refused(text):
         parse_size(text)
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (3 << 29, "1.5 GiB"),
-        ((1 << 20) - 1, "1 MiB"),
-        (5 << 60, "5120 PiB"),
-    ],
-)
-def test_sizes_are_written_for_people(size_bytes, text):
-    assert format_size(size_bytes) == text
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 60))
 def test_a_size_that_was_written_reads_back_to_a_tenth_of_its_unit(size_bytes):
+    assert (format_size(0), format_size(3 << 29), format_size((1 << 20) - 1)) == ("0 B", "1.5 GiB", "1 MiB")
     assert abs(parse_size(format_size(size_bytes)) - size_bytes) <= max(size_bytes, 1) * 0.06

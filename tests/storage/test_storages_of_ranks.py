@@ -1,6 +1,5 @@
 """Four ranks of one server on each kind of storage, which takes the place of another one while they answer."""
 
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +12,8 @@ from hf3fs_mounts import Bindfs
 from hf3fs_server import end_servers
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, own_network, require_mooncake
 
-from demos import FAMILIES, run_demo
 from kvarve import demo
 from kvarve.served import served
-from kvarve.storage.urls import shown
-from kvarve.testing.models import save_checkpoint, tiny_model
 
 pytestmark = pytest.mark.long
 ANSWER_S = 300.0  # for one answer, on a slow machine
@@ -96,19 +92,6 @@ def test_a_storage_that_replaces_files_under_traffic_serves_all_ranks_and_those_
     with serving(place) as client:
         for number, text in enumerate(expected):
             _came_from_storage(asked(client, number), text)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("place", ["file", "hf3fs", "mooncake"], indirect=True)
-def test_a_demo_of_four_ranks_is_warm_from_each_kind_of_storage_with_the_cold_answers(
-    place: str, tmp_path: Path
-) -> None:
-    save_checkpoint(tiny_model("qwen3_5", **FAMILIES["qwen3_5"]), tmp_path / "model")
-    words = ("--model", str(tmp_path / "model"), "--tp", "4", "--context-tokens", "600", "--storage", place)
-    report = run_demo(tmp_path / "out", *words, timeout_s=1700)
-    assert report["tp"] == 4
-    log = (tmp_path / "out" / "demo-server.log").read_text()
-    assert len(re.findall(rf"^ +storage +{re.escape(shown(place))}", log, re.MULTILINE)) == 2, "of both servers"
 
 
 def _changed(client: demo.Client, storage: str | None) -> None:

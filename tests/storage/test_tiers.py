@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from light import light
 from memories import in_memory, over_memories
 from tier_rows import LONG_S, ROOM, MakeRow, Row, page, read
 
@@ -12,9 +13,8 @@ from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.testing import FaultyStorage, MakeStorage, Rule, StorageSuite
 from kvarve.testing.suite import Damage, get, put, there
 
-# --- a storage like any other
 
-
+@light
 class TestTiers(StorageSuite):
     @pytest.fixture(
         params=[
@@ -44,9 +44,6 @@ class TestTiers(StorageSuite):
         assert storage.settle(LONG_S)
 
 
-# --- touch
-
-
 def test_a_touch_is_a_use_in_every_tier_that_answers(make_row: MakeRow) -> None:
     row = make_row([120, 120, 120])
     for name in "abc":
@@ -57,9 +54,6 @@ def test_a_touch_is_a_use_in_every_tier_that_answers(make_row: MakeRow) -> None:
     for sick in (row.sick[0], row.sick[2]):
         assert put(sick.inner, d=page("d")) == [True]
         assert there(sick.inner, *"abcd") == "a c d"
-
-
-# --- put
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -239,9 +233,6 @@ def test_a_put_raises_when_every_tier_does_and_is_a_miss_when_all_are_down(row: 
     assert row.put("a") == [True]
 
 
-# --- get
-
-
 def test_what_only_the_far_tier_has_is_found_and_promoted(row: Row) -> None:
     put(row.sick[1].inner, a=page("a"), c=page("c"))
     put(row.sick[0].inner, b=page("b"))
@@ -291,29 +282,6 @@ def test_a_damaged_copy_is_read_from_the_next_tier_and_mended_where_it_lay(row: 
     assert read(row.storage, "a") == page("a")
     row.settle()
     assert get(row.sick[0].inner, "a") == page("a")
-
-
-def test_of_two_damaged_copies_the_nearer_is_answered_and_the_buffers_end_stays(row: Row) -> None:
-    put(row.sick[0].inner, a=b"near")
-    put(row.sick[1].inner, a=b"far away")
-    buffer = bytearray(b".......")
-    assert row.storage.get(["a"], [memoryview(buffer)]) == [4]
-    assert buffer == b"near..."
-
-
-def test_a_tier_that_raises_is_passed_by(row: Row) -> None:
-    row.put("a")
-    row.settle()
-    row.sick[0].dead = True
-    assert read(row.storage, "a") == page("a")
-    assert not row.breakers[0].up
-    row.sick[1].dead = True
-    assert read(row.storage, "a") is None
-    row.come_up(0)
-    row.come_up(1)
-    row.sick[0].dead = row.sick[1].dead = True
-    with pytest.raises(StorageError):
-        read(row.storage, "a")
 
 
 def test_what_is_dropped_comes_back_from_no_tier(row: Row) -> None:

@@ -19,8 +19,6 @@ from kvarve.storage import MemoryStorage, Storage, StorageUsage
 from kvarve.testing import Rule
 from kvarve.testing.suite import get, put
 
-# --- delete
-
 
 def test_what_is_deleted_before_it_was_carried_is_not_carried(row: Row) -> None:
     row.sick[1].stall()
@@ -36,8 +34,9 @@ def test_what_is_deleted_before_it_was_carried_is_not_carried(row: Row) -> None:
     assert row.storage.counts["copied"] == 2
 
 
-def test_an_object_that_is_deleted_in_flight_is_hidden_and_removed_when_it_has_arrived(row: Row) -> None:
-    real, before, after = row.sick[1].put, Gate(), Gate()
+def slow_puts(row: Row, number: int) -> tuple[Gate, Gate]:
+    """Gates before and after a put of one tier."""
+    real, before, after = row.sick[number].put, Gate(), Gate()
 
     def slow(names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         before()
@@ -45,7 +44,12 @@ def test_an_object_that_is_deleted_in_flight_is_hidden_and_removed_when_it_has_a
         after()
         return stored
 
-    row.sick[1].put = slow  # type: ignore[method-assign]
+    row.sick[number].put = slow  # type: ignore[method-assign]
+    return before, after
+
+
+def test_an_object_that_is_deleted_in_flight_is_hidden_and_removed_when_it_has_arrived(row: Row) -> None:
+    before, after = slow_puts(row, 1)
     row.put("a")
     assert before.begun.wait(LONG_S)
     assert row.storage.delete(["a"]) == [True]
@@ -62,14 +66,8 @@ def test_an_object_that_is_deleted_in_flight_is_hidden_and_removed_when_it_has_a
 
 
 def test_a_put_that_a_delete_overtakes_is_not_carried_on(row: Row) -> None:
-    real, after = row.sick[0].put, Gate()
-
-    def slow(names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        answers = real(names, data)
-        after()
-        return answers
-
-    row.sick[0].put = slow  # type: ignore[method-assign]
+    before, after = slow_puts(row, 0)
+    before.may_end.set()
     putting = row.callers.submit(row.put, "a")
     assert after.begun.wait(LONG_S)
     assert row.storage.delete(["a"]) == [True]
@@ -89,9 +87,6 @@ def test_a_delete_that_one_tier_cannot_do_is_done_in_the_others(row: Row) -> Non
     row.come_up(0)
     with pytest.raises(StorageError, match="delete failed"):
         row.storage.delete(["a"])
-
-
-# --- the whole
 
 
 def test_each_tier_can_be_looked_at_also_while_one_hangs(make_row: MakeRow) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from light import light
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage, open_storage, urls
@@ -37,6 +38,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 # The page's backend is above the page's tests, as in one file.
 exec(compile(BACKEND, "docs/write-a-backend.md", "exec"))
 exec(compile(TESTS, "docs/write-a-backend.md", "exec"))
+light(globals()["TestSqliteStorage"])
 
 
 def test_its_url_opens_it(tmp_path: Path) -> None:
