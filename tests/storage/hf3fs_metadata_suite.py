@@ -110,14 +110,6 @@ class MetadataSuite:
         assert store(metadata, "more") == [True]
         assert metadata.delete(names) == [True] * (MOST_NAMES - 1) + [False], "the last name was the oldest"
 
-    def test_a_reserve_asked_again_answers_the_same_slots(self, open_: Open) -> None:
-        metadata, request = open_(4), number()
-        first = metadata.reserve(request, ["a", "b", "c", "d"], [K] * 4, LONG_S)
-        assert metadata.reserve(request, ["a", "b", "c", "d"], [K] * 4, LONG_S) == first
-        assert metadata.reserve(number(), ["a"], [K], LONG_S) == [False], "all slots are taken"
-        assert metadata.commit(request, ["b"], [first[1]], [1]) == [True]
-        assert metadata.reserve(request, ["a", "b"], [K] * 2, LONG_S) == [first[0], True]
-
     def test_a_commit_under_another_epoch_or_of_another_request_is_refused(self, open_: Open) -> None:
         metadata, request = open_(), number()
         (slot,) = metadata.reserve(request, ["x"], [K], LONG_S)
@@ -132,16 +124,6 @@ class MetadataSuite:
         (slot,) = metadata.reserve(request, ["x"], [K], 0.0)
         assert metadata.commit(request, ["x"], [slot], [1]) == [False]
         assert metadata.reserve(number(), ["y"], [K], LONG_S) == [False], "the write may still come"
-
-    def test_an_aborted_slot_is_in_quarantine_and_its_epoch_over(self, open_: Open) -> None:
-        metadata, request = open_(2), number()
-        a, b = metadata.reserve(request, ["a", "b"], [K, K], LONG_S)
-        metadata.abort(number(), [a, b])
-        metadata.abort(request, [a, a, b._replace(epoch=b.epoch - 1)])
-        metadata.abort(request, [a])
-        assert metadata.commit(request, ["a", "b"], [a, b], [1, 1]) == [False, True]
-        assert metadata.reserve(number(), ["c"], [K], LONG_S) != [False], "b is evicted"
-        assert metadata.reserve(number(), ["d"], [K], LONG_S) == [False]
 
     def test_epochs_and_slots_after_a_loss_are_new(self, open_: Open) -> None:
         metadata = open_(4)

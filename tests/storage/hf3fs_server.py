@@ -6,23 +6,16 @@ import subprocess
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 from hf3fs_metadata_suite import LABEL, K
 from processes import PATIENCE_S, state_of, stopped, until
 
 import forks
-from kvarve.storage.hf3fs.metadata import Metadata, local, open_metadata
-
-# What a client starts a server by.
-FORKED = SimpleNamespace(**{**vars(subprocess), "run": forks.run})
+from kvarve.storage.hf3fs.metadata import Metadata, open_metadata
 
 
 class Local:
     def __init__(self, tmp_path: Path) -> None:
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(local, "subprocess", FORKED)
         self.store, self.state = tmp_path / "store", tmp_path / "state" / "kvarve" / "hf3fs"
         self.store.mkdir()
         self.opened: list[Metadata] = []
@@ -58,7 +51,6 @@ class Local:
         for metadata in self.opened:
             metadata.close()
         end_servers(self.state)
-        self.patch.undo()
 
 
 def end_servers(state: Path) -> None:

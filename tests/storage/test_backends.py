@@ -1,10 +1,11 @@
 """Backends as entry points: found by scheme, imported when they are needed, and what they say of themselves is used."""
 
 import sys
-from functools import cache
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from packages import installed
 
 import forks
 from kvarve.config import CacheConfig
@@ -19,22 +20,10 @@ from plugged import plug_in
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Installs a package: its metadata, and a module of this source."""
-
-    def install(name: str, points: str, source: str = "") -> None:
-        folder = tmp_path / name
-        (folder / f"{name}-1.dist-info").mkdir(parents=True)
-        (folder / f"{name}-1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-        (folder / f"{name}-1.dist-info" / "entry_points.txt").write_text(f"[kvarve.storage]\n{points}\n")
-        (folder / f"{name}.py").write_text(source)
-        monkeypatch.syspath_prepend(folder)
-        urls._entry_points.cache_clear()
-
-    yield install
-    urls._entry_points.cache_clear()
-    for name in [name for name in sys.modules if name.startswith("kvarve_odd")]:
-        del sys.modules[name]
+def package(tmp_path: Path):
+    """Installs a package: its name, its entry points, and the source of its module."""
+    with ExitStack() as stack:
+        yield lambda name, points, source: stack.enter_context(installed(tmp_path / name, name, points, source))
 
 
 ODD = """
@@ -81,7 +70,7 @@ def test_a_kvarve_that_was_not_installed_says_so_and_so_do_two_packages_that_wan
         package(name, f"odd = {name}:Odd", ODD)
     with pytest.raises(ConfigError, match="two packages want odd:// for themselves"):
         parse_url("odd://x?depth=1")
-    monkeypatch.setattr(urls, "_entry_points", cache(dict))
+    monkeypatch.setattr(urls, "_entry_points", dict)
     with pytest.raises(ConfigError, match="install kvarve anew"):
         parse_url("file:///x?capacity=1GiB")
 

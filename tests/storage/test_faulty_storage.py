@@ -73,13 +73,6 @@ def test_a_put_can_store_less_or_one_bit_else(seed):
     assert (storage.counts["truncate"], storage.counts["flip"]) == (1, 1)
 
 
-def test_objects_too_small_for_a_fault_stay_whole_and_are_not_counted():
-    storage = faulty(Rule("truncate"), Rule("flip"), Rule("short"), Rule("swap"))
-    put(storage, a=b"")
-    assert get(storage, "a") == b""
-    assert not {"truncate", "flip", "short", "swap"} & {what for what, times in storage.counts.items() if times}
-
-
 def test_what_is_stored_can_be_damaged_by_hand():
     storage = faulty()
     put(storage, a=b"of a", b=b"of b, longer", c=b"0123", d=b"0123")

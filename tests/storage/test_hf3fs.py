@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hf3fs_server import FORKED, end_servers
+from hf3fs_server import end_servers
 from hf3fs_stores import SLOT_BYTES, Stores, in_slots, stores_in
 from light import light
 
 from kvarve.storage import Storage
-from kvarve.storage.hf3fs.metadata import MOST_NAMES, local
+from kvarve.storage.hf3fs.metadata import MOST_NAMES
 from kvarve.testing.suite import LABEL, CapacitySuite, Damage, MakeStorage, QuotaSuite, StorageSuite, UrlOf
 from kvarve.testing.usrbio import Emulator
 
@@ -51,7 +51,6 @@ class WithAServerOfThisMachine:
     def state(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         with tempfile.TemporaryDirectory(prefix="kv") as folder:  # a socket's path is short
             monkeypatch.setenv("XDG_STATE_HOME", folder)
-            monkeypatch.setattr(local, "subprocess", FORKED)
             yield
             end_servers(Path(folder) / "kvarve" / "hf3fs")
 

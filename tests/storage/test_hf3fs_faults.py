@@ -24,7 +24,7 @@ SOON_S, LONG_S = 0.1, 60.0
 in_place_and_copied = pytest.mark.parametrize(
     "shared", [pytest.param(True, id="in place"), pytest.param(False, id="copied", marks=pytest.mark.long)]
 )
-# The last has all pools of the others, so the short form needs it alone.
+# The short form has the one with the most pools.
 every_kind = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "DeepSeek-V4" else pytest.mark.long) for kind in KINDS]
 )

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from hf3fs_laws import audit
 from hf3fs_metadata_suite import LABEL, LONG_S, K, look, number, store, there
-from hf3fs_server import FORKED, Local, ended, runs
+from hf3fs_server import Local, ended, runs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import until
@@ -22,11 +23,22 @@ from processes import until
 import forks
 from kvarve.errors import StorageError
 from kvarve.storage import deadline
-from kvarve.storage.hf3fs.metadata import STORE_FILE, open_metadata
+from kvarve.storage.hf3fs.metadata import STORE_FILE, Metadata, open_metadata
 from kvarve.storage.hf3fs.metadata.calls import CALLS, BadCall, answer
 from kvarve.storage.hf3fs.metadata.frames import HEADER_BYTES, pack, read_header, read_rest
 from kvarve.storage.hf3fs.metadata.server import MOST_CONNECTIONS, near
 from kvarve.storage.hf3fs.metadata.table import SlotTable
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    """One whose server no test ends."""
+    folder = tmp_path_factory.mktemp("running")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        local = Local(folder)
+        yield local
+        local.close()
 
 
 def test_a_killed_server_costs_no_error_and_nothing_that_was_committed(local: Local) -> None:
@@ -44,6 +56,7 @@ def test_a_killed_server_costs_no_error_and_nothing_that_was_committed(local: Lo
     assert there(metadata, *"abcde") == "b c d e" or there(metadata, *"abcde") == "a c d e"
 
 
+@pytest.mark.long
 def test_a_client_of_many_threads_asks_the_next_server_by_new_connections(local: Local) -> None:
     metadata = local.open(1000)
 
@@ -58,11 +71,12 @@ def test_a_client_of_many_threads_asks_the_next_server_by_new_connections(local:
 
 
 def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_answers_nothing_wrong_later(
-    local: Local,
+    running: Local,
 ) -> None:
-    metadata = local.open()
+    metadata = running.open()
+    metadata.drop()
     store(metadata, "a", "b")
-    with local.stopped():
+    with running.stopped():
         for call in (metadata.usage, lambda: metadata.exists(["a"]), lambda: look(metadata, "a")):
             with deadline(0.05), pytest.raises(StorageError, match="in time"):
                 call()
@@ -70,6 +84,7 @@ def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_answers
     assert metadata.usage().objects == 2
 
 
+@pytest.mark.long
 def test_a_server_that_is_told_to_end_removes_its_socket_and_the_next_one_knows_what_it_knew(local: Local) -> None:
     metadata = local.open(3)
     store(metadata, "a")
@@ -82,6 +97,7 @@ def test_a_server_that_is_told_to_end_removes_its_socket_and_the_next_one_knows_
     assert there(metadata, *"abcd") == "b c d"
 
 
+@pytest.mark.long
 def test_many_clients_start_one_server_which_outlives_its_starter(local: Local) -> None:
     code = (
         "import sys; from pathlib import Path; from kvarve.storage.hf3fs.metadata import open_metadata;"
@@ -97,6 +113,7 @@ def test_many_clients_start_one_server_which_outlives_its_starter(local: Local) 
     assert local.pid() == pid
 
 
+@pytest.mark.long
 def test_its_folder_is_for_one_user_and_refused_if_others_may_enter(local: Local) -> None:
     local.open().exists(["a"])
     assert stat.S_IMODE(local.folder.stat().st_mode) == 0o700
@@ -111,9 +128,11 @@ def test_its_folder_is_for_one_user_and_refused_if_others_may_enter(local: Local
     local.folder.chmod(0o700)
 
 
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as client:
-        return client.connect_ex(str(path)) == 0
+def _answers(metadata: Metadata) -> bool:
+    try:
+        return all(store(metadata, "a"))
+    except StorageError:
+        return False
 
 
 def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, tmp_path: Path) -> None:
@@ -124,9 +143,8 @@ def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, t
     command = [sys.executable, "-m", "kvarve.storage.hf3fs.metadata", str(path.parent)]
     with forks.Popen(command) as process:
         try:
-            until(lambda: _listens(path), "a server that listens")
             metadata = open_metadata(setting, local.store, LABEL, 64 * K, None)
-            store(metadata, "a")
+            until(lambda: _answers(metadata), "a server that listens")
             (tmp_path / "other").mkdir()
             other = open_metadata(setting, tmp_path / "other", LABEL, 64 * K, None)
             with pytest.raises(StorageError, match="metadata of another store"):
@@ -139,17 +157,18 @@ def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, t
     other.close()
 
 
+@pytest.mark.long
 def test_a_call_that_cannot_wait_for_the_server_that_it_starts_does_not_end_it(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, started, goes_on = forks.run, list[object](), threading.Event()
+    run, started, goes_on = subprocess.run, list[object](), threading.Event()
 
     def held(command: Any, **how: Any) -> Any:
         started.append(command)
         assert goes_on.wait(LONG_S)
         return run(command, **how)
 
-    monkeypatch.setattr(FORKED, "run", held)
+    monkeypatch.setattr(subprocess, "run", held)
     metadata = local.open()
     while not started:
         with deadline(0.1), pytest.raises(StorageError, match="in time"):
@@ -159,6 +178,7 @@ def test_a_call_that_cannot_wait_for_the_server_that_it_starts_does_not_end_it(
     assert len(started) == 1
 
 
+@pytest.mark.long
 def test_a_store_kept_by_another_machine_is_refused_until_its_file_says_otherwise(local: Local) -> None:
     file = local.store / STORE_FILE
     local.open().exists(["a"])
@@ -223,29 +243,29 @@ def said(link: socket.socket) -> bytes:
 HELLO = CALLS.index("hello")
 
 
-def test_foreign_bytes_end_their_connection_and_no_other(local: Local) -> None:
-    metadata = local.open()
+def test_foreign_bytes_end_their_connection_and_no_other(running: Local) -> None:
+    metadata = running.open()
     store(metadata, "a")
     foreign = [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, os.urandom(1 << 16), b"kvm1" + b"\xff" * 16]
     foreign.append(pack(99, 1, [], [])[:HEADER_BYTES])
     for data in foreign:
-        with connected(local) as link:
+        with connected(running) as link:
             try:
                 link.sendall(data)
             except OSError:
                 continue
             assert said(link) == b""
         assert there(metadata, "a") == "a"
-    assert runs(local.pid())
+    assert runs(running.pid())
 
 
-def test_clients_that_say_half_a_call_or_read_no_answer_hold_nobody_up(local: Local) -> None:
-    metadata, names = local.open(2000), [f"n{i}" for i in range(1000)]
+def test_clients_that_say_half_a_call_or_read_no_answer_hold_nobody_up(running: Local) -> None:
+    metadata, names = running.open(2000), [f"n{i}" for i in range(1000)]
     store(metadata, *names)
-    store_id = (local.store / STORE_FILE).read_text().splitlines()[1]
+    store_id = (running.store / STORE_FILE).read_text().splitlines()[1]
     hello = pack(HELLO, 1, [store_id, LABEL.hex()], [2000 * K, 0, 0, 0])
     ask = pack(CALLS.index("lookup"), 2, names, [number(), 1000])
-    links = [connected(local) for _ in range(10)]
+    links = [connected(running) for _ in range(10)]
     for at, link in enumerate(links):
         link.sendall(hello)
         link.recv(HEADER_BYTES, socket.MSG_WAITALL)
@@ -262,10 +282,10 @@ def test_clients_that_say_half_a_call_or_read_no_answer_hold_nobody_up(local: Lo
         link.close()
 
 
-def test_more_connections_than_it_keeps_close_the_idle_ones_and_clients_notice_nothing(local: Local) -> None:
-    metadata = local.open()
+def test_more_connections_than_it_keeps_close_the_idle_ones_and_clients_notice_nothing(running: Local) -> None:
+    metadata = running.open()
     store(metadata, "a")
-    links = [connected(local) for _ in range(MOST_CONNECTIONS + 50)]
+    links = [connected(running) for _ in range(MOST_CONNECTIONS + 50)]
     for _ in range(3):
         assert there(metadata, "a") == "a"
     for link in links:

@@ -25,7 +25,6 @@ from kvarve.storage.hf3fs.slots import (
     HEADER_BYTES,
     Title,
     digest,
-    extent_of,
     file_name,
     header,
     owner_of,
@@ -83,12 +82,6 @@ def test_a_slot_is_whole_blocks_and_at_most_a_32nd_larger_than_needed() -> None:
         assert needed <= slot < needed + max(BLOCK_BYTES, needed / 32 + 1) and not slot % BLOCK_BYTES
     pages = {slot_bytes_for(size) for size in range(700_000, 760_000, 100)}
     assert len(pages) <= 5, "pages that were compressed to about one size share slots"
-
-
-@pytest.mark.parametrize("name", ["slots-8192-0x", "slots-8193-1", "slots-0-1", "slots-8192-01", "slots-8192", "store"])
-def test_a_file_of_another_name_holds_no_slots(name: str) -> None:
-    assert extent_of(name) is None
-    assert extent_of(file_name(Extent(8192, 12))) == Extent(8192, 12)
 
 
 def test_a_slot_of_another_object_label_or_time_is_a_miss_and_forgotten(stores: Stores) -> None:
@@ -153,16 +146,6 @@ def test_objects_larger_than_their_buffers_are_checked_one_after_the_other(store
     finally:
         tracemalloc.stop()
     assert [bytes(view) for view in buffers] == [bytes([i]) * 10 for i in range(16)]
-
-
-@pytest.mark.parametrize("size_bytes", [4100, 0])
-def test_a_file_that_is_cut_costs_its_objects(stores: Stores, size_bytes: int) -> None:
-    storage = stores.open()
-    put(storage, page=bytes(100))
-    os.truncate(slots_file(stores), size_bytes)
-    assert get(storage, "page") is None
-    assert put(storage, page=b"2") == [True]
-    assert get(storage, "page") == b"2"
 
 
 def test_a_file_that_cannot_be_opened_costs_its_own_objects_alone(stores: Stores) -> None:

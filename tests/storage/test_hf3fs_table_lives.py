@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvarve.storage.hf3fs.metadata.base import Slot
-from kvarve.storage.hf3fs.metadata.entries import COMMITTED, Row
+from kvarve.storage.hf3fs.metadata.entries import COMMITTED, RESERVED, Row
 from kvarve.storage.hf3fs.metadata.table import QUARANTINE_S, SlotTable
 
 K = 4096
@@ -54,6 +54,11 @@ class Life(RuleBasedStateMachine):
         pinned = {it.slot for it in entries(self.table) if it.pins}
         taken = {it.slot[:2] for it in entries(self.table) if it.slot not in before.values() or it.pins}
         mine = self.reserved.setdefault((label, request), {})
+        asked_again = {
+            it.name: it.slot
+            for it in entries(self.table)
+            if (it.home.label, it.request, it.state) == (label, request, RESERVED)
+        }
         answers = self.table.reserve(label, request, names, [SIZE_OF[name] for name in names], for_s, self.now)
         after = self.objects()
         for each in before.keys() - after.keys():
@@ -61,6 +66,7 @@ class Life(RuleBasedStateMachine):
             assert each not in {(label, name) for name in names}, "nor what the call has answered for"
         for name, answer in zip(names, answers, strict=True):
             assert (answer is True) == ((label, name) in after)
+            assert answer is True or asked_again.get(name, answer) == answer
             if isinstance(answer, Slot) and answer != mine.get(name):
                 assert answer.slot_bytes == SIZE_OF[name]
                 assert answer[:2] not in taken, "it is free"

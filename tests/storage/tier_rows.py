@@ -67,6 +67,7 @@ class Row:
         ]
         told = {"whole": whole, "changed": lambda: self.told.put(self.storage.up), "patience_s": LONG_S}
         self.storage = Tiers(self.breakers, close_s=close_s, **(told | more))  # type: ignore[arg-type]
+        self.replicators = [thread for thread in threads("kvarve replicates") if thread not in self.before]
         self.callers = ThreadPoolExecutor(4)
         self.settle()
 
@@ -127,7 +128,7 @@ class Row:
         for sick in self.sick:
             sick.release()
         self.storage.close()
-        for thread in threads("kvarve replicates"):
+        for thread in self.replicators:
             thread.join(LONG_S)
         self.callers.shutdown()
 
