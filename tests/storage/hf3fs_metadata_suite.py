@@ -1,13 +1,15 @@
 """What every metadata service has to do, whatever keeps it. A class of a backend says how it is opened and lost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 import pytest
 
 from kvarve.errors import StorageError
-from kvarve.storage.hf3fs.metadata import MOST_NAMES, Extent, Metadata, Slot
+from kvarve.storage.hf3fs.metadata import MOST_NAMES, Extent, Metadata, Slot, open_metadata
 
 K = 4096
 LABEL, OTHER = b"\x01" * 32, b"\x02" * 32
@@ -18,6 +20,19 @@ class Open(Protocol):
     def __call__(self, slots: int = 64, label: bytes = LABEL, quota: int | None = None) -> Metadata:
         """The same store each time."""
         ...
+
+
+@contextmanager
+def opening(setting: str, folder: Path) -> Iterator[Open]:
+    """Opens the metadata of a store, and closes it."""
+    with ExitStack() as stack:
+
+        def make(slots: int = 64, label: bytes = LABEL, quota: int | None = None) -> Metadata:
+            metadata = open_metadata(setting, folder, label, slots * K, quota and quota * K)
+            stack.callback(metadata.close)
+            return metadata
+
+        yield make
 
 
 _numbers = count(1)

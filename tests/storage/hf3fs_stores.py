@@ -44,10 +44,6 @@ class Stores:
         self.clock = Clock()
         self.opened: list[tuple[str, Hf3fsStorage]] = []
 
-    def settings(self, place: str = "here", capacity_bytes: int = CAPACITY_BYTES, **more: Any) -> Settings:
-        given = {"quota_bytes": None, "engine": "posix", "threads": 4, "metadata": f"memory:{self.name(place)}"}
-        return Settings(self.folder / place, capacity_bytes, **(given | more))
-
     def name(self, place: str = "here") -> str:
         return f"{self._number}-{place}"
 
@@ -55,10 +51,9 @@ class Stores:
         """What the metadata of a place decides by, and its lock and clock."""
         return named_table(self.name(place), CAPACITY_BYTES, None)
 
-    def stop_the_clock(self, place: str = "here") -> Clock:
+    def stop_the_clock(self) -> None:
         """From now on the metadata's time is ours."""
-        self.table(place).clock = self.clock
-        return self.clock
+        self.table().clock = self.clock
 
     def open(
         self,
@@ -70,7 +65,8 @@ class Stores:
         disk: Disk | None = None,
         **more: Any,
     ) -> Hf3fsStorage:
-        settings = self.settings(place, capacity_bytes, **more)
+        given = {"quota_bytes": None, "engine": "posix", "threads": 4, "metadata": f"memory:{self.name(place)}"}
+        settings = Settings(self.folder / place, capacity_bytes, **(given | more))
         self.opened.append((place, open_hf3fs(settings, label, self.library, disk)))
         return self.opened[-1][1]
 

@@ -102,12 +102,13 @@ class Cluster:
         self.folder, self._flags = folder, flags
         self._processes: list[subprocess.Popen[str]] = []
         try:
-            self.master = self._start_master()
+            self.start_master()
         except BaseException:
             self.close()
             raise
 
-    def _start_master(self) -> subprocess.Popen[str]:
+    def start_master(self) -> None:
+        """It knows no object."""
         program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
         host, _, port = MASTER.partition(":")
         metrics_host, _, metrics_port = METRICS.partition(":")
@@ -118,7 +119,7 @@ class Cluster:
         self._processes.append(master)
         until(lambda: listens() or master.poll() is not None, "a master that listens")
         assert master.poll() is None, (self.folder / "master.log").read_text()[-2000:]
-        return master
+        self.master = master
 
     def owner(self, size_bytes: int = 64 * MIB) -> subprocess.Popen[str]:
         """A process that lends the store this much memory."""
@@ -130,10 +131,6 @@ class Cluster:
         code = owner.stdout.readline().strip()
         assert code == "0", f"an owner could not be set up: {code}"
         return owner
-
-    def restart_master(self) -> None:
-        """A new master in the place of one that was killed; it knows no object."""
-        self.master = self._start_master()
 
     def close(self) -> None:
         for process in reversed(self._processes):

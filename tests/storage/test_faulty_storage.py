@@ -2,33 +2,18 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from light import light
-from memories import over_memories
 
 from kvarve.errors import StorageError
 from kvarve.storage import MemoryStorage
-from kvarve.testing import FaultyStorage, MakeStorage, Rule, StorageSuite
-from kvarve.testing.suite import LABEL, Damage, get, put
+from kvarve.testing import FaultyStorage, Rule
+from kvarve.testing.suite import LABEL, get, put
 
 
 def faulty(*rules, seed=0, **more):
     return FaultyStorage(MemoryStorage(1 << 20, LABEL, "model A"), rules, seed=seed, **more)
-
-
-@light
-class TestFaultyStorageWithoutRulesIsItsInner(StorageSuite):
-    @pytest.fixture
-    def make_storage(self) -> Iterator[MakeStorage]:
-        with over_memories(lambda memory: FaultyStorage(memory(0))) as make:
-            yield make
-
-    @pytest.fixture
-    def damages(self) -> dict[str, Damage]:
-        return {"a flip": FaultyStorage.flip, "a cut": FaultyStorage.truncate}
 
 
 def test_a_put_that_fails_has_done_what_it_says():

@@ -5,14 +5,13 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hf3fs_metadata_suite import CALLS, LABEL, K, MetadataSuite, Open, number
+from hf3fs_metadata_suite import CALLS, K, MetadataSuite, Open, number, opening
 from hf3fs_server import Local
 from hf3fs_stores import stores_in
 from redis_server import KEPT, RedisServer
 
 from kvarve.errors import StorageError
 from kvarve.storage.hf3fs import backend
-from kvarve.storage.hf3fs.metadata import Metadata, open_metadata
 from kvarve.storage.hf3fs.metadata.calls import RemoteMetadata
 from kvarve.storage.hf3fs.metadata.memory import forget_table
 from kvarve.testing.suite import get, put
@@ -22,15 +21,8 @@ class TestInThisProcess(MetadataSuite):
     @pytest.fixture
     def open_(self, tmp_path: Path) -> Iterator[Open]:
         self.name = f"test-{number()}"
-        opened = []
-
-        def make(slots: int = 64, label: bytes = LABEL, quota: int | None = None) -> Metadata:
-            opened.append(open_metadata(f"memory:{self.name}", tmp_path, label, slots * K, quota and quota * K))
-            return opened[-1]
-
-        yield make
-        for metadata in opened:
-            metadata.close()
+        with opening(f"memory:{self.name}", tmp_path) as opened:
+            yield opened
 
     def lose(self) -> None:
         forget_table(self.name)
@@ -46,15 +38,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 class TestInRedis(MetadataSuite):
     @pytest.fixture
     def open_(self, tmp_path: Path, server: RedisServer) -> Iterator[Open]:
-        self.server, opened = server, []
-
-        def make(slots: int = 64, label: bytes = LABEL, quota: int | None = None) -> Metadata:
-            opened.append(open_metadata(server.url(), tmp_path, label, slots * K, quota and quota * K))
-            return opened[-1]
-
-        yield make
-        for metadata in opened:
-            metadata.close()
+        self.server = server
+        with opening(server.url(), tmp_path) as opened:
+            yield opened
 
     def lose(self) -> None:
         self.server.ask("FLUSHALL")

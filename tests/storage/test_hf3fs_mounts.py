@@ -16,7 +16,7 @@ from kvarve.storage import Breaker, check_storage
 from kvarve.storage.file.disk import Directory, Disk
 from kvarve.storage.hf3fs import backend
 from kvarve.storage.hf3fs import storage as storage_module
-from kvarve.testing.suite import LABEL, MakeStorage, StorageSuite, get, put, there
+from kvarve.testing.suite import LABEL, get, put, there
 from kvarve.testing.usrbio import Emulator
 
 LONG_S = 60.0
@@ -34,13 +34,6 @@ def mount(tmp_path: Path) -> Iterator[Bindfs]:
 def stores(mount: Bindfs) -> Iterator[Stores]:
     with stores_in(mount.mount) as stores:
         yield stores
-
-
-@pytest.mark.long
-class TestOnAMount(StorageSuite):
-    @pytest.fixture
-    def make_storage(self, stores: Stores) -> MakeStorage:
-        return stores.open
 
 
 def aligned(pages: int) -> list[memoryview]:

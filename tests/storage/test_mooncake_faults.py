@@ -179,7 +179,7 @@ def test_an_outage_is_no_miss_and_ends_by_itself(cluster: Cluster, opened: Calla
             call()
     assert one == b"."
     assert storage.usage().capacity_bytes is None, "no master answers"
-    cluster.restart_master()
+    cluster.start_master()
     until(lambda: works(storage, "again"), "an owner that has found the new master")
     assert storage.exists(["some"]) == [False], "the new master knows nothing of before"
 
