@@ -24,9 +24,8 @@ SOON_S, LONG_S = 0.1, 60.0
 in_place_and_copied = pytest.mark.parametrize(
     "shared", [pytest.param(True, id="in place"), pytest.param(False, id="copied", marks=pytest.mark.long)]
 )
-# The short form has the one with the most pools.
 every_kind = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "DeepSeek-V4" else pytest.mark.long) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind == "state" else pytest.mark.long) for kind in KINDS]
 )
 TORN = (Fate.SHORT, Fate.HOLE_MIDDLE, Fate.HOLE_END, Fate.ZEROS)
 

@@ -37,6 +37,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         local = Local(folder)
+        local.open().exists(["a"])
         yield local
         local.close()
 
