@@ -13,7 +13,7 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.regions import HostRegion, shared_region
 from kvarve.storage import Breaker, MemoryStorage, check_storage, deadline, left_s, open_storage, urls
-from kvarve.storage.urls import backend_of, parse_url
+from kvarve.storage.urls import parse_url
 from kvarve.testing.suite import LABEL
 from kvarve.worker import CacheWorker
 from plugged import plug_in
@@ -73,12 +73,6 @@ def test_a_kvarve_that_was_not_installed_says_so_and_so_do_two_packages_that_wan
     monkeypatch.setattr(urls, "_entry_points", dict)
     with pytest.raises(ConfigError, match="install kvarve anew"):
         parse_url("file:///x?capacity=1GiB")
-
-
-def test_what_a_kind_of_storage_can_do_is_known_by_its_url(tmp_path):
-    file, memory = (backend_of(parse_url(url)) for url in (f"{tmp_path}/x", "memory://x?capacity=1MiB"))
-    assert (file.bounded, file.shared, file.can_list, file.can_verify) == (True, True, True, True)
-    assert (memory.bounded, memory.shared, memory.can_list, memory.can_verify) == (True, False, False, False)
 
 
 def test_a_call_knows_how_long_its_caller_waits_and_the_nearest_deadline_counts():
