@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hf3fs_laws import kept
-from hf3fs_pages import KINDS, Pages
+from hf3fs_pages import Pages
 from hf3fs_stores import Stores, stores_in
 
 from kvarve.errors import StorageError
@@ -23,9 +23,6 @@ from kvarve.testing.usrbio import Emulator, Fate, Operation
 SOON_S, LONG_S = 0.1, 60.0
 in_place_and_copied = pytest.mark.parametrize(
     "shared", [pytest.param(True, id="in place"), pytest.param(False, id="copied", marks=pytest.mark.long)]
-)
-every_kind = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "state" else pytest.mark.long) for kind in KINDS]
 )
 TORN = (Fate.SHORT, Fate.HOLE_MIDDLE, Fate.HOLE_END, Fate.ZEROS)
 
@@ -72,13 +69,12 @@ def all_is_well(stores: Stores, storage: Hf3fsStorage, pages: Pages) -> None:
 
 @in_place_and_copied
 @pytest.mark.parametrize("fate", Fate, ids=lambda fate: fate.name)
-@every_kind
 def test_writes_that_go_wrong_cost_pages_and_never_a_byte(
-    stores: Stores, daemon: Emulator, kind: str, fate: Fate, shared: bool
+    stores: Stores, daemon: Emulator, fate: Fate, shared: bool
 ) -> None:
-    pages = Pages(kind, shared=shared)
+    pages = Pages(shared=shared)
     storage = opened(stores, pages)
-    daemon.behave = some(fate, len(kind), read=False)
+    daemon.behave = some(fate, 7, read=False)
     if fate in (Fate.LATE, Fate.LOST):
         with deadline(SOON_S), pytest.raises(StorageError, match=f"of {len(pages.names)} objects: .*answered in time"):
             storage.put(pages.names, pages.sources)
@@ -99,12 +95,11 @@ def test_writes_that_go_wrong_cost_pages_and_never_a_byte(
 
 @in_place_and_copied
 @pytest.mark.parametrize("fate", [it for it in Fate if it not in (Fate.LATE, Fate.LOST)], ids=lambda fate: fate.name)
-@every_kind
-def test_reads_that_go_wrong_are_misses(stores: Stores, daemon: Emulator, kind: str, fate: Fate, shared: bool) -> None:
-    pages = Pages(kind, shared=shared)
+def test_reads_that_go_wrong_are_misses(stores: Stores, daemon: Emulator, fate: Fate, shared: bool) -> None:
+    pages = Pages(shared=shared)
     storage = opened(stores, pages)
     assert all(storage.put(pages.names, pages.sources))
-    daemon.behave = some(fate, len(kind), read=True)
+    daemon.behave = some(fate, 7, read=True)
     found = pages.right(storage.get(pages.names, pages.targets))
     assert found == len(pages.names) if fate is Fate.DONE else 0 < found < len(pages.names)
     daemon.behave = lambda _: Fate.DONE
@@ -117,11 +112,10 @@ def test_reads_that_go_wrong_are_misses(stores: Stores, daemon: Emulator, kind: 
 
 
 @pytest.mark.parametrize("fate", [Fate.LATE, Fate.LOST], ids=lambda fate: fate.name)
-@every_kind
 def test_reads_through_memory_of_our_own_end_at_the_deadline_and_write_nothing_later(
-    stores: Stores, daemon: Emulator, kind: str, fate: Fate
+    stores: Stores, daemon: Emulator, fate: Fate
 ) -> None:
-    pages = Pages(kind, shared=False)
+    pages = Pages(shared=False)
     storage = opened(stores, pages)
     assert all(storage.put(pages.names, pages.sources))
     daemon.behave = lambda _: fate
@@ -180,11 +174,10 @@ def third(which: str, how: int | str) -> Callable[[str], int | str | None]:
 
 @pytest.mark.parametrize("how", [errno.EIO, errno.ENOSPC, "half", "zeros"])
 @pytest.mark.parametrize("call", ["read", "write", "sync"])
-@every_kind
 def test_calls_of_the_file_system_that_fail_cost_pages_and_never_a_byte(
-    tmp_path: Path, kind: str, call: str, how: int | str
+    tmp_path: Path, call: str, how: int | str
 ) -> None:
-    pages, disk = Pages(kind, shared=False), BadDisk()
+    pages, disk = Pages(shared=False), BadDisk()
     with stores_in(tmp_path) as stores:
         storage = stores.open(disk=disk)
         stores.stop_the_clock()
@@ -227,3 +220,16 @@ def test_an_object_that_cannot_be_read_is_missing_alone_and_is_no_trouble_while_
         disk.bad, disk.behave, daemon.behave = "", lambda _: None, lambda _: Fate.DONE
         assert storage.get(names, buffers) == [5000] * 4, "an error may pass"
     assert not daemon.misuse
+
+
+@pytest.mark.parametrize("engine", ["posix", "usrbio"])
+def test_an_object_is_stored_when_its_sync_has_succeeded_and_not_when_its_write_has(
+    tmp_path: Path, engine: str
+) -> None:
+    disk, daemon = BadDisk(), Emulator(tmp_path)
+    with stores_in(tmp_path, daemon if engine == "usrbio" else None) as stores:
+        storage = stores.open(disk=disk)
+        disk.behave, daemon.syncs_fail = lambda call: errno.EIO if call == "sync" else None, True
+        with pytest.raises(StorageError, match="stored 0 of 1"):
+            storage.put(["page"], [memoryview(b"1")])
+        assert storage.exists(["page"]) == [False]

@@ -235,14 +235,6 @@ def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(tmp
         assert [bytes(view) for view in views] == wanted
 
 
-def test_a_failed_sync_is_no_success(stores: Stores, daemon: Emulator) -> None:
-    storage = stores.open()
-    daemon.syncs_fail = True
-    with pytest.raises(StorageError, match="force_fsync"):
-        put(storage, page=b"1")
-    assert storage.exists(["page"]) == [False]
-
-
 class Held(Disk):
     """Its writes to slots wait for a gate, as on a mount that stands still."""
 

@@ -194,6 +194,7 @@ def test_a_store_kept_by_another_machine_is_refused_until_its_file_says_otherwis
     assert local.open().rebuilding(number(), LONG_S), "nothing is known of it, and it may have objects"
 
 
+@pytest.mark.long
 def test_two_places_for_the_metadata_of_one_machine_are_refused(
     local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,7 +217,7 @@ def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() ->
                 self.row.close()
 
     run_state_machine_as_test(
-        History, settings=settings(max_examples=20, stateful_step_count=30, deadline=None, print_blob=True)
+        History, settings=settings(max_examples=12, stateful_step_count=30, deadline=None, print_blob=True)
     )
 
 
