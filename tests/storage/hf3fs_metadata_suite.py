@@ -1,13 +1,15 @@
 """What every metadata service has to do, whatever keeps it. A class of a backend says how it is opened and lost."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 import pytest
 
 from kvarve.errors import StorageError
-from kvarve.storage.hf3fs.metadata import MOST_NAMES, Metadata, Slot
+from kvarve.storage.hf3fs.metadata import MOST_NAMES, Extent, Metadata, Slot, open_metadata
 
 K = 4096
 LABEL, OTHER = b"\x01" * 32, b"\x02" * 32
@@ -18,6 +20,19 @@ class Open(Protocol):
     def __call__(self, slots: int = 64, label: bytes = LABEL, quota: int | None = None) -> Metadata:
         """The same store each time."""
         ...
+
+
+@contextmanager
+def opening(setting: str, folder: Path) -> Iterator[Open]:
+    """Opens the metadata of a store, and closes it."""
+    with ExitStack() as stack:
+
+        def make(slots: int = 64, label: bytes = LABEL, quota: int | None = None) -> Metadata:
+            metadata = open_metadata(setting, folder, label, slots * K, quota and quota * K)
+            stack.callback(metadata.close)
+            return metadata
+
+        yield make
 
 
 _numbers = count(1)
@@ -50,6 +65,25 @@ def look(metadata: Metadata, *names: str, pin_s: float = LONG_S) -> tuple[int, l
     return reader, [found and found.slot for found in metadata.lookup(names, reader, pin_s)]
 
 
+CALLS: dict[str, Callable[[Metadata], object]] = {
+    "exists": lambda metadata: metadata.exists(["a"]),
+    "lookup": lambda metadata: metadata.lookup(["a"], 1, 1.0),
+    "release": lambda metadata: metadata.release(1),
+    "reserve": lambda metadata: metadata.reserve(1, ["a"], [2 * K], 1.0),
+    "commit": lambda metadata: metadata.commit(1, ["a"], [Slot(K, 1, 1)], [1]),
+    "abort": lambda metadata: metadata.abort(1, [Slot(K, 1, 1)]),
+    "touch": lambda metadata: metadata.touch(["a"]),
+    "delete": lambda metadata: metadata.delete(["a"]),
+    "drop": lambda metadata: metadata.drop(),
+    "usage": lambda metadata: metadata.usage(),
+    "retired": lambda metadata: metadata.retired([Extent(K, 1)]),
+    "removed": lambda metadata: metadata.removed([Extent(K, 1)]),
+    "adopt": lambda metadata: metadata.adopt(LABEL, ["a"], [Slot(K, 1, 1)], [1]),
+    "rebuilding": lambda metadata: metadata.rebuilding(1, 1.0),
+    "rebuilt": lambda metadata: metadata.rebuilt(1),
+}
+
+
 class MetadataSuite:
     @pytest.fixture
     def open_(self) -> Open:
@@ -58,8 +92,6 @@ class MetadataSuite:
     def lose(self) -> None:
         """The service forgets all that it knew; what is open goes on."""
         raise NotImplementedError
-
-    # --- objects
 
     def test_a_committed_object_is_found_in_its_slot_with_its_size(self, open_: Open) -> None:
         metadata, request = open_(), number()
@@ -76,56 +108,12 @@ class MetadataSuite:
         assert metadata.usage().bytes == 3 * K + 17
         assert metadata.usage().capacity_bytes == 64 * K
 
-    def test_an_empty_call_is_answered(self, open_: Open) -> None:
-        metadata = open_()
-        assert metadata.exists([]) == metadata.lookup([], 1, 1.0) == metadata.reserve(1, [], [], 1.0) == []
-        assert metadata.commit(1, [], [], []) == metadata.delete([]) == []
-        metadata.abort(1, [])
-        metadata.touch([])
-        metadata.release(5)
-        metadata.removed([])
-        assert metadata.retired() == []
-
-    def test_labels_share_slots_and_never_objects(self, open_: Open) -> None:
-        ours, theirs = open_(4), open_(4, label=OTHER)
-        assert store(ours, "a", "b") == [True, True]
-        assert store(theirs, "a", "c") == [True, True]
-        assert there(ours, "a", "b", "c") == "a b"
-        assert there(theirs, "a", "b", "c") == "a c"
-        _, (mine,) = look(ours, "a", pin_s=0.0)
-        _, (other,) = look(theirs, "a", pin_s=0.0)
-        assert mine[:2] != other[:2]
-        assert store(theirs, "d", "e") == [True, True]
-        assert (there(ours, "b"), there(theirs, "a", "c", "d", "e")) == ("", "a d e"), "one order for all"
-        assert ours.drop() == 1
-        assert theirs.drop() == 3
-
-    def test_delete_and_drop_say_what_was_there(self, open_: Open) -> None:
-        metadata = open_()
-        store(metadata, "g-1", "g-2", "h-1", "plain", "g")
-        assert metadata.delete(["g-1", "none", "g-1"]) == [True, False, False]
-        assert metadata.drop("g") == 1
-        assert there(metadata, "g-1", "g-2", "h-1", "plain", "g") == "h-1 plain g"
-        assert metadata.drop() == 3
-        assert metadata.usage().objects == metadata.usage().bytes == 0
-
-    def test_an_object_that_was_stored_anew_is_not_deleted_from_its_earlier_slot(self, open_: Open) -> None:
-        metadata = open_()
-        store(metadata, "a", "b")
-        _, (first, other) = look(metadata, "a", "b")
-        assert first and other
-        metadata.delete(["a"])
-        store(metadata, "a")
-        _, (anew,) = look(metadata, "a")
-        assert anew and anew != first
-        assert metadata.delete(["a", "b", "c"], [first, first, first]) == [False] * 3
-        assert metadata.delete(["a"], [anew._replace(epoch=anew.epoch - 1)]) == [False]
-        assert there(metadata, *"abc") == "a b"
-        assert metadata.delete(["a", "b"], [anew, first]) == [True, False]
-        assert there(metadata, *"abc") == "b"
-
-    def test_a_call_with_as_many_names_as_there_may_be_is_answered(self, open_: Open) -> None:
+    def test_a_call_with_no_name_or_as_many_as_there_may_be_is_answered(self, open_: Open) -> None:
         metadata = open_(MOST_NAMES)
+        assert not metadata.rebuilding(number(), LONG_S), "a new store has nothing to rebuild"
+        assert metadata.exists([]) == metadata.lookup([], 1, 1.0) == metadata.reserve(1, [], [], 1.0) == []
+        assert metadata.commit(1, [], [], []) == metadata.delete([]) == metadata.retired() == []
+        metadata.abort(1, []), metadata.touch([]), metadata.release(5), metadata.removed([])
         names = [f"n{i}" for i in range(MOST_NAMES)]
         assert all(store(metadata, *names))
         assert metadata.exists([*names[1:], "none"]) == [True] * (MOST_NAMES - 1) + [False]
@@ -136,26 +124,6 @@ class MetadataSuite:
         metadata.release(reader)
         assert store(metadata, "more") == [True]
         assert metadata.delete(names) == [True] * (MOST_NAMES - 1) + [False], "the last name was the oldest"
-
-    # --- reserve, commit, abort
-
-    def test_a_reserve_asked_again_answers_the_same_slots(self, open_: Open) -> None:
-        metadata, request = open_(4), number()
-        first = metadata.reserve(request, ["a", "b", "c", "d"], [K] * 4, LONG_S)
-        assert metadata.reserve(request, ["a", "b", "c", "d"], [K] * 4, LONG_S) == first
-        assert metadata.reserve(number(), ["a"], [K], LONG_S) == [False], "all slots are taken"
-        assert metadata.commit(request, ["b"], [first[1]], [1]) == [True]
-        assert metadata.reserve(request, ["a", "b"], [K] * 2, LONG_S) == [first[0], True]
-
-    def test_of_two_writers_of_one_name_the_first_commit_stays(self, open_: Open) -> None:
-        metadata, first, second = open_(), number(), number()
-        (a,) = metadata.reserve(first, ["x"], [K], LONG_S)
-        (b,) = metadata.reserve(second, ["x"], [K], LONG_S)
-        assert a[:2] != b[:2]
-        assert metadata.commit(second, ["x"], [b], [2]) == [True]
-        assert metadata.commit(first, ["x"], [a], [1]) == [True]
-        assert metadata.lookup(["x"], number(), LONG_S) == [(b, 2)]
-        assert metadata.commit(first, ["x"], [a], [1]) == [True], "a repeated commit answers the same"
 
     def test_a_commit_under_another_epoch_or_of_another_request_is_refused(self, open_: Open) -> None:
         metadata, request = open_(), number()
@@ -172,16 +140,6 @@ class MetadataSuite:
         assert metadata.commit(request, ["x"], [slot], [1]) == [False]
         assert metadata.reserve(number(), ["y"], [K], LONG_S) == [False], "the write may still come"
 
-    def test_an_aborted_slot_is_in_quarantine_and_its_epoch_over(self, open_: Open) -> None:
-        metadata, request = open_(2), number()
-        a, b = metadata.reserve(request, ["a", "b"], [K, K], LONG_S)
-        metadata.abort(number(), [a, b])
-        metadata.abort(request, [a, a, b._replace(epoch=b.epoch - 1)])
-        metadata.abort(request, [a])
-        assert metadata.commit(request, ["a", "b"], [a, b], [1, 1]) == [False, True]
-        assert metadata.reserve(number(), ["c"], [K], LONG_S) != [False], "b is evicted"
-        assert metadata.reserve(number(), ["d"], [K], LONG_S) == [False]
-
     def test_epochs_and_slots_after_a_loss_are_new(self, open_: Open) -> None:
         metadata = open_(4)
         seen: list[Slot] = []
@@ -194,8 +152,6 @@ class MetadataSuite:
         assert len(seen) == 12
         assert len({slot.epoch for slot in seen}) == 12
         assert len({slot.number for slot in seen}) == 12, "no file comes back under its name"
-
-    # --- room
 
     def test_the_least_recently_used_is_evicted_and_the_first_name_of_a_call_last(self, open_: Open) -> None:
         metadata = open_(4)
@@ -226,30 +182,6 @@ class MetadataSuite:
         look(metadata, "b", "c", pin_s=0.0)
         assert store(metadata, "d") == [True]
 
-    def test_a_lookup_asked_again_pins_once(self, open_: Open) -> None:
-        metadata, reader = open_(1), number()
-        store(metadata, "a")
-        for _ in range(3):
-            metadata.lookup(["a"], reader, LONG_S)
-        metadata.release(reader)
-        assert store(metadata, "b") == [True]
-
-    def test_a_deleted_objects_slot_is_not_given_while_it_is_read(self, open_: Open) -> None:
-        metadata = open_(1)
-        store(metadata, "a")
-        reader, _ = look(metadata, "a")
-        assert metadata.delete(["a"]) == [True]
-        assert there(metadata, "a") == ""
-        assert store(metadata, "b") == [False]
-        metadata.release(reader)
-        assert store(metadata, "b") == [True]
-
-    def test_a_call_does_not_evict_what_it_has_answered_for(self, open_: Open) -> None:
-        metadata = open_(2)
-        store(metadata, "a", "b")
-        assert store(metadata, "b", "c", "a") == [True, False, True]
-        assert there(metadata, *"abc") == "a b"
-
     def test_room_moves_to_another_size_when_its_files_are_gone(self, open_: Open) -> None:
         metadata, small = open_(8), [f"s{i}" for i in range(8)]
         assert all(store(metadata, *small))
@@ -279,12 +211,6 @@ class MetadataSuite:
             assert any(store(metadata, f"large{i}", slots=2) for _ in range(3))
         assert metadata.usage().objects == 4
 
-    def test_an_object_larger_than_the_store_evicts_nothing(self, open_: Open) -> None:
-        metadata = open_(2)
-        store(metadata, "a", "b")
-        assert store(metadata, "x", slots=3) == [False]
-        assert there(metadata, "a", "b") == "a b"
-
     def test_a_group_has_its_quota_and_evicts_its_own(self, open_: Open) -> None:
         metadata = open_(8, quota=2)
         store(metadata, "g-1", "h-1", "plain")
@@ -302,17 +228,13 @@ class MetadataSuite:
         metadata, names = open_(8), [f"n{i}" for i in range(8)]
         for name in names:
             store(metadata, name)
+        assert store(metadata, "x", slots=9) == [False], "an object larger than the store evicts nothing"
         smaller = open_(3)
         assert there(smaller, *names) == "n5 n6 n7"
         assert len(smaller.retired()) == 5
         smaller.removed(smaller.retired())
         assert store(smaller, "more") == [True]
         assert there(smaller, *names) == "n6 n7"
-
-    # --- after a loss
-
-    def test_a_new_store_has_nothing_to_rebuild(self, open_: Open) -> None:
-        assert not open_().rebuilding(number(), LONG_S)
 
     def test_what_was_found_again_is_not_evicted_while_its_slots_wait_for_late_writes(self, open_: Open) -> None:
         metadata = open_(4)
@@ -328,6 +250,15 @@ class MetadataSuite:
         assert there(metadata, *"abcde") == "a b c d"
         metadata.delete(["a"])
         assert store(metadata, "e") == [False], "a write of its earlier life may still come"
+
+    def test_after_close_every_call_is_an_error(self, open_: Open) -> None:
+        metadata = open_()
+        metadata.close()
+        metadata.close()
+        for call in CALLS.values():
+            with pytest.raises(StorageError):
+                call(metadata)
+        assert not open_().exists(["a"])[0]
 
     def test_after_a_loss_one_builder_finds_the_objects_again(self, open_: Open) -> None:
         metadata = open_(8)
@@ -354,40 +285,3 @@ class MetadataSuite:
         (slot,) = metadata.reserve(number(), ["d"], [K], LONG_S)
         assert slot.epoch > max(each.epoch for each in slots[:2])
         assert slot.extent not in extents
-
-    def test_free_slots_of_an_adopted_extent_wait_for_late_writes(self, open_: Open) -> None:
-        metadata = open_(2)
-        store(metadata, "a", "b")
-        _, (slot, _) = look(metadata, "a", "b")
-        self.lose()
-        builder = number()
-        assert metadata.rebuilding(builder, LONG_S)
-        assert metadata.adopt(LABEL, ["a"], [slot], [1]) == [True]
-        metadata.rebuilt(builder)
-        assert store(metadata, "c") == [True]
-        assert there(metadata, "a", "c") == "a c"
-
-    # --- close
-
-    def test_after_close_every_call_is_an_error(self, open_: Open) -> None:
-        metadata, slot = open_(), Slot(K, 4096, 1)
-        metadata.close()
-        metadata.close()
-        calls: Sequence[object] = [
-            lambda: metadata.exists(["a"]),
-            lambda: metadata.lookup(["a"], 1, 1.0),
-            lambda: metadata.release(1),
-            lambda: metadata.reserve(1, ["a"], [K], 1.0),
-            lambda: metadata.commit(1, ["a"], [slot], [1]),
-            lambda: metadata.abort(1, [slot]),
-            lambda: metadata.touch(["a"]),
-            lambda: metadata.delete(["a"]),
-            metadata.drop,
-            metadata.usage,
-            metadata.retired,
-            lambda: metadata.rebuilding(1, 1.0),
-        ]
-        for call in calls:
-            with pytest.raises(StorageError):
-                call()
-        assert not open_().exists(["a"])[0]

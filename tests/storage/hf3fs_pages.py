@@ -1,38 +1,32 @@
 """Pages of every kind of pool, as records in host memory: what a store on 3FS is filled with. No tests here."""
 
 from collections.abc import Sequence
-from functools import cache as cached
 
 import numpy as np
 
-from kvarve.engine.state import StateLayout
 from kvarve.memory.arenas import HostArena
-from kvarve.model import PoolSpec
+from kvarve.model import BufferSpec, PoolSpec
 from kvarve.regions import shared_region
-from kvarve.testing.models import tiny_grid, tiny_model
 
-# By what is special about it: attention with index keys, a window, a recurrent state, and all pools of DeepSeek-V4.
-KINDS = {"index keys": "deepseek_v32", "window": "gpt_oss", "state": "qwen3_5", "DeepSeek-V4": "deepseek_v4"}
+POOLS = (
+    PoolSpec("attention", (BufferSpec("k", (64, 40), "float32"), BufferSpec("v", (64, 80), "bfloat16")), None),
+    PoolSpec("window", (BufferSpec("w", (64, 9), "float16"),), 128),
+    PoolSpec("state", (BufferSpec("conv", (7, 900), "float32"), BufferSpec("ids", (3,), "int64")), 1, in_place=True),
+)
 PAGES = 6  # of each pool
-
-
-@cached
-def pools(kind: str) -> tuple[PoolSpec, ...]:
-    family = KINDS[kind]
-    return StateLayout.of(tiny_model(family), *tiny_grid(family)).pools
 
 
 class Pages:
     """Two arenas for each pool: sealed pages, and room to read them into. `shared`: in memory with a name."""
 
-    def __init__(self, kind: str, *, shared: bool) -> None:
+    def __init__(self, *, shared: bool) -> None:
         allocate = shared_region if shared else lambda _: None
         self.keys = [bytes([i]) * 32 for i in range(PAGES)]
         self.names: list[str] = []
         self.sources: list[memoryview] = []
         self.targets: list[memoryview] = []
         self.arenas: list[HostArena] = []
-        for number, pool in enumerate(pools(kind)):
+        for number, pool in enumerate(POOLS):
             source, target = (HostArena(pool, PAGES, b"n" * 32, allocate=allocate) for _ in range(2))
             noise = np.random.default_rng(number)
             for slot, key in enumerate(self.keys):

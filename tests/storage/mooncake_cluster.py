@@ -13,24 +13,19 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from kvarve.storage.mooncake.settings import Settings
-from kvarve.storage.mooncake.storage import MooncakeStorage
+from processes import until
 
 MIB = 1 << 20
 # Below the ports that connections get (from 32768) and beside those that the library takes (12300 to 17000): the usual
 # one of a master may be a connection's own just when it wants to listen.
 MASTER, METRICS = "127.0.0.1:5051", "127.0.0.1:9003"
-PATIENCE_S, PAUSE_S = 60.0, 0.01
 LABEL = b"\x01" * 32
 
 # Before the library is loaded: its timeouts are shorter here than for users.
@@ -100,14 +95,6 @@ def require_mooncake() -> None:
         pytest.skip(f"Mooncake cannot be tested here: {problem}")
 
 
-def until(holds: Callable[[], bool], what: str = "it") -> None:
-    """Poll, and leave the processor to the processes that are polled."""
-    end, never = time.monotonic() + PATIENCE_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < end, f"{what} did not come about"
-        never.wait(PAUSE_S)
-
-
 class Cluster:
     """A master with no owner yet; `close` ends all processes that it started, in any state."""
 
@@ -115,12 +102,13 @@ class Cluster:
         self.folder, self._flags = folder, flags
         self._processes: list[subprocess.Popen[str]] = []
         try:
-            self.master = self._start_master()
+            self.start_master()
         except BaseException:
             self.close()
             raise
 
-    def _start_master(self) -> subprocess.Popen[str]:
+    def start_master(self) -> None:
+        """It knows no object."""
         program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
         host, _, port = MASTER.partition(":")
         metrics_host, _, metrics_port = METRICS.partition(":")
@@ -131,7 +119,7 @@ class Cluster:
         self._processes.append(master)
         until(lambda: listens() or master.poll() is not None, "a master that listens")
         assert master.poll() is None, (self.folder / "master.log").read_text()[-2000:]
-        return master
+        self.master = master
 
     def owner(self, size_bytes: int = 64 * MIB) -> subprocess.Popen[str]:
         """A process that lends the store this much memory."""
@@ -143,14 +131,6 @@ class Cluster:
         code = owner.stdout.readline().strip()
         assert code == "0", f"an owner could not be set up: {code}"
         return owner
-
-    def restart_master(self) -> None:
-        """A new master in the place of one that was killed; it knows no object."""
-        self.master = self._start_master()
-
-    def storage(self, label: bytes = LABEL, **more: object) -> MooncakeStorage:
-        settings = {"master": MASTER, "metrics": METRICS} | more
-        return MooncakeStorage(Settings(**settings), label, "model A")  # type: ignore[arg-type]
 
     def close(self) -> None:
         for process in reversed(self._processes):

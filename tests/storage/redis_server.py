@@ -1,5 +1,6 @@
 """Real Redis servers, processes of their own on loopback or a Unix socket, ended whatever happens."""
 
+import importlib
 import os
 import shutil
 import socket
@@ -11,11 +12,14 @@ from pathlib import Path
 import pytest
 from processes import PATIENCE_S, stopped, until
 
+CLIENT = find_spec("redis") and importlib.import_module("redis")
+KEPT = ("--appendonly", "yes", "--appendfsync", "no")  # as metadata has to be
+
 
 def require_redis() -> None:
     """Skip where Redis cannot run; where it has to (KVARVE_TEST_REDIS=1, as in CI), that is a failure."""
     problem = "" if shutil.which("redis-server") else "there is no redis-server"
-    problem = problem if find_spec("redis") is not None else "the client library is not installed"
+    problem = problem if CLIENT else "the client library is not installed"
     if problem and os.environ.get("KVARVE_TEST_REDIS") == "1":
         pytest.fail(f"Redis cannot be tested here: {problem}")
     if problem:
@@ -61,6 +65,11 @@ class RedisServer:
             command = "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in words)
             link.sendall(f"*{len(words)}\r\n{command}".encode())
             return link.recv(1 << 16).decode()
+
+    def key(self, name: str) -> str:
+        """Of the one object of this name."""
+        (key,) = self.ask("KEYS", f"*:{name}").split("\r\n")[2::2]
+        return key
 
     def url(self, rest: str = "") -> str:
         return f"redis://{self.socket}{rest}"

@@ -1,42 +1,29 @@
 """Backends as entry points: found by scheme, imported when they are needed, and what they say of themselves is used."""
 
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from packages import installed
 
+import forks
 from kvarve.config import CacheConfig
 from kvarve.errors import ConfigError, StorageError
-from kvarve.memory.arenas import HostArena
 from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.regions import HostRegion, shared_region
-from kvarve.storage import Breaker, MemoryStorage, StorageUsage, check_storage, deadline, left_s, open_storage, urls
-from kvarve.storage.urls import backend_of, parse_url
+from kvarve.storage import Breaker, MemoryStorage, check_storage, deadline, left_s, open_storage, urls
+from kvarve.storage.urls import parse_url
 from kvarve.testing.suite import LABEL
 from kvarve.worker import CacheWorker
 from plugged import plug_in
 
-# --- found by scheme
-
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Installs a package: its metadata, and a module of this source."""
-
-    def install(name: str, points: str, source: str = "") -> None:
-        folder = tmp_path / name
-        (folder / f"{name}-1.dist-info").mkdir(parents=True)
-        (folder / f"{name}-1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-        (folder / f"{name}-1.dist-info" / "entry_points.txt").write_text(f"[kvarve.storage]\n{points}\n")
-        (folder / f"{name}.py").write_text(source)
-        monkeypatch.syspath_prepend(folder)
-        urls._entry_points.cache_clear()
-
-    yield install
-    urls._entry_points.cache_clear()
-    for name in [name for name in sys.modules if name.startswith("kvarve_odd")]:
-        del sys.modules[name]
+def package(tmp_path: Path):
+    """Installs a package: its name, its entry points, and the source of its module."""
+    with ExitStack() as stack:
+        yield lambda name, points, source: stack.enter_context(installed(tmp_path / name, name, points, source))
 
 
 ODD = """
@@ -78,34 +65,14 @@ def test_a_backend_that_cannot_be_loaded_is_one_line(package, points, source, sa
     assert "\n" not in str(told.value)
 
 
-def test_two_packages_cannot_have_one_scheme(package):
-    package("kvarve_odd_one", "odd = kvarve_odd_one:Odd", ODD)
-    package("kvarve_odd_two", "odd = kvarve_odd_two:Odd", ODD)
+def test_a_kvarve_that_was_not_installed_says_so_and_so_do_two_packages_that_want_one_scheme(package, monkeypatch):
+    for name in ("kvarve_odd_one", "kvarve_odd_two"):
+        package(name, f"odd = {name}:Odd", ODD)
     with pytest.raises(ConfigError, match="two packages want odd:// for themselves"):
         parse_url("odd://x?depth=1")
-
-
-def test_a_kvarve_that_was_not_installed_says_so(monkeypatch):
     monkeypatch.setattr(urls, "_entry_points", dict)
     with pytest.raises(ConfigError, match="install kvarve anew"):
         parse_url("file:///x?capacity=1GiB")
-
-
-def test_no_backend_is_imported_before_its_url_is_parsed():
-    code = (
-        "import sys; from kvarve.storage.urls import parse_url; parse_url('memory://x?capacity=1MiB'); "
-        "sys.exit(any(name.startswith(('kvarve.storage.mooncake', 'kvarve.storage.redis')) for name in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_what_a_kind_of_storage_can_do_is_known_by_its_url(tmp_path):
-    file, memory = (backend_of(parse_url(url)) for url in (f"{tmp_path}/x", "memory://x?capacity=1MiB"))
-    assert (file.bounded, file.shared, file.can_list, file.can_verify) == (True, True, True, True)
-    assert (memory.bounded, memory.shared, memory.can_list, memory.can_verify) == (True, False, False, False)
-
-
-# --- a deadline in each call
 
 
 def test_a_call_knows_how_long_its_caller_waits_and_the_nearest_deadline_counts():
@@ -143,9 +110,6 @@ def test_a_call_that_ends_itself_at_its_deadline_opens_the_circuit_as_one_that_h
     breaker.close()
 
 
-# --- memory that a storage allocates
-
-
 POOLS = (PoolSpec("kv", (BufferSpec("k", (64, 8), "float32"),), None),)
 IDENTITY = ModelIdentity("test", "weights", "float32", 64, 64, POOLS)
 
@@ -168,21 +132,6 @@ def test_the_arenas_of_a_cache_lie_where_its_storage_wants_them(monkeypatch):
     worker.close(5.0, 5.0, up=True)
 
 
-def test_without_such_a_storage_memory_has_no_name():
-    assert HostArena(POOLS[0], 2, bytes(32)).region.name is None
-    with CacheConfigured() as worker:
-        assert worker.host[0].region.name is None
-
-
-class CacheConfigured:
-    def __enter__(self) -> CacheWorker:
-        self.worker = CacheWorker(IDENTITY, CacheConfig(1 << 20, 1 << 20, "memory://arenas?capacity=64MiB"))
-        return self.worker
-
-    def __exit__(self, *_: object) -> None:
-        self.worker.close(5.0, 5.0, up=True)
-
-
 def test_shared_memory_is_gone_with_its_last_view_and_with_a_process_that_is_killed():
     region = shared_region(1 << 16)
     assert region.name is not None
@@ -192,7 +141,7 @@ def test_shared_memory_is_gone_with_its_last_view_and_with_a_process_that_is_kil
         "import os, signal; from kvarve.regions import shared_region; region = shared_region(1 << 16); "
         "print(region.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    killed = forks.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = Path("/dev/shm") / killed.stdout.strip()
     assert left.exists()
     shared_region(4096)
@@ -206,13 +155,3 @@ def test_shared_memory_that_there_is_not_is_one_line():
     with pytest.raises(ConfigError, match="no 4611686018427387904 bytes of memory in /dev/shm") as told:
         shared_region(1 << 62)
     assert "\n" not in str(told.value)
-
-
-# --- what a storage does not tell
-
-
-def test_what_a_storage_does_not_tell_is_left_out():
-    from kvarve.metrics.cache import _storage
-
-    assert [metric.name for metric in _storage(StorageUsage(capacity_bytes=5))] == ["kvarve_storage_capacity_bytes"]
-    assert [*_storage(StorageUsage())] == []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from light import light
 from memories import in_memory, over_memories
 
 from gates import threads
@@ -27,11 +28,19 @@ class Clock:
         return self.now
 
 
+class Sick(FaultyStorage):
+    def leave_behind(self) -> threading.Event:
+        """What calls that hang now wait for from now on, instead of `release`."""
+        left, self._running = self._running, threading.Event()
+        self.release()
+        return left
+
+
 class Ward:
     """A breaker around a storage that fails as told. Its probes come when the test says so."""
 
     def __init__(self, *rules: Rule, **settings: float) -> None:
-        self.sick = FaultyStorage(MemoryStorage(1 << 20, LABEL, "model A"), rules, stall_limit_s=LONG_S)
+        self.sick = Sick(MemoryStorage(1 << 20, LABEL, "model A"), rules, stall_limit_s=LONG_S)
         self.clock, self.turns, self.pauses = Clock(), queue.Queue[bool](), queue.Queue[tuple[threading.Event, float]]()
         self.before = {*threading.enumerate()}
         self.storage = Breaker(
@@ -70,9 +79,7 @@ class Ward:
 
     def leave_behind(self) -> threading.Event:
         """Calls that hang now return only when this event is set, not with the others; new calls are answered."""
-        self.left_behind.append(self.sick._running)
-        self.sick._running = threading.Event()
-        self.sick.release()
+        self.left_behind.append(self.sick.leave_behind())
         return self.left_behind[-1]
 
     def fail(self, times: int = 3) -> None:
@@ -86,8 +93,9 @@ class Ward:
         assert self.turn() is False
 
     def close(self) -> None:
-        for event in (*self.left_behind, self.sick._running):
+        for event in self.left_behind:
             event.set()
+        self.sick.release()
         self.storage.close()
         self.callers.shutdown()
 
@@ -112,6 +120,7 @@ def ward(make_ward: Callable[..., Ward]) -> Ward:
     return make_ward()
 
 
+@light
 class TestABreakerThatIsUpIsItsInner(StorageSuite, CapacitySuite):
     @pytest.fixture
     def make_storage(self) -> Iterator[MakeStorage]:
@@ -152,64 +161,50 @@ def test_after_three_failures_in_a_row_no_call_reaches_the_storage(ward: Ward) -
     }
 
 
-def test_a_storage_that_does_not_answer_its_first_call_is_down_from_the_start(ward: Ward) -> None:
-    ward.storage.look()
-    assert ward.storage.up
+def test_while_it_is_down_a_name_that_cannot_be_is_refused_and_closing_ends_the_asking(ward: Ward) -> None:
     ward.sick.dead = True
     ward.storage.look()
-    assert ward.turn() is False
-    assert "injected" in ward.storage.last_error
-    assert ward.storage.exists(["a"]) == [False]
-    ward.next_pause()
-    ward.sick.dead = False
-    ward.probe()
-    assert ward.turn() is True
-    assert put(ward.storage, a=b"1") == [True]
-
-
-def test_a_name_that_cannot_be_is_refused_while_it_is_down(ward: Ward) -> None:
-    ward.go_down()
+    assert ward.turn() is False, "it does not answer its first call"
     with pytest.raises(ConfigError, match="cannot name"):
         ward.storage.exists(["a/b"])
-
-
-def test_something_read_stored_or_removed_breaks_the_row(make_ward: Callable[..., Ward]) -> None:
-    for works in (
-        lambda storage: get(storage, "a"),
-        lambda storage: put(storage, b=b"2"),
-        lambda storage: storage.delete(["a"]),
-    ):
-        ward = make_ward()
-        put(ward.storage, a=b"1")
-        for _ in range(3):
-            ward.sick.dead = True
-            ward.fail(2)
-            ward.sick.dead = False
-            works(ward.storage)
-            put(ward.storage, a=b"1")
-        assert ward.storage.up
-
-
-def test_what_an_index_in_memory_may_have_answered_does_not_break_the_row(ward: Ward) -> None:
-    put(ward.storage, a=b"1")
-    for _ in range(3):
-        ward.sick.dead = True
-        ward.fail(1)
-        ward.sick.dead = False
+    ward.next_pause()
+    ward.storage.close()
+    assert ward.before.issuperset(threading.enumerate())
+    assert not ward.storage.up
+    with pytest.raises(StorageError, match="closed"):
         ward.storage.exists(["a"])
-        ward.storage.usage()
-        get(ward.storage, "missing")
-        ward.storage.delete(["missing"])
+
+
+@pytest.mark.parametrize("proof", ["get", "put", "delete"])
+def test_something_read_stored_or_removed_breaks_the_row_and_what_an_index_may_answer_does_not(
+    ward: Ward, proof: str
+) -> None:
+    proofs = {
+        "get": lambda: get(ward.storage, "a"),
+        "put": lambda: put(ward.storage, b=b"2"),
+        "delete": lambda: ward.storage.delete(["a"]),
+    }
+    put(ward.storage, a=b"1")
+    for prove in (proofs[proof], lambda: None):
+        ward.sick.dead = True
+        ward.fail(2)
+        ward.sick.dead = False
+        prove()
+        ward.storage.exists(["a"]), ward.storage.usage(), get(ward.storage, "none"), ward.storage.delete(["none"])
+    ward.sick.dead = True
+    assert ward.storage.up
+    ward.fail(1)
     assert ward.turn() is False
 
 
-def test_a_call_that_hangs_opens_the_circuit_at_the_next_look(ward: Ward) -> None:
+@pytest.mark.parametrize("noticed_by", ["a look", "a call"])
+def test_a_call_that_hangs_opens_the_circuit_and_the_next_one_does_not_join_it(ward: Ward, noticed_by: str) -> None:
     put(ward.storage, a=b"1")
     hanging = ward.hang(lambda: get(ward.storage, "a"))
     ward.clock.now += DEADLINE_S
     assert ward.storage.up
     ward.clock.now += 0.001
-    assert not ward.storage.up
+    assert not ward.storage.up if noticed_by == "a look" else put(ward.storage, b=b"1") == [False]
     assert ward.turn() is False
     assert ward.storage.last_error == "get: no answer within 30 s"
     assert ward.storage.since == ward.clock.now
@@ -218,16 +213,6 @@ def test_a_call_that_hangs_opens_the_circuit_at_the_next_look(ward: Ward) -> Non
     assert hanging.result(LONG_S) == b"1", "late, and true all the same"
     assert ward.turn() is True
     assert get(ward.storage, "a") == b"1"
-
-
-def test_a_call_that_comes_notices_one_that_hangs_and_does_not_join_it(ward: Ward) -> None:
-    hanging = ward.hang(lambda: put(ward.storage, a=b"1"))
-    ward.clock.now += DEADLINE_S + 1
-    assert put(ward.storage, b=b"1") == [False]
-    assert ward.turn() is False
-    ward.sick.release()
-    assert hanging.result(LONG_S) == [True]
-    assert ward.turn() is True
 
 
 def test_one_hang_is_held_against_it_once(ward: Ward) -> None:
@@ -342,34 +327,6 @@ def test_a_failure_from_before_it_came_back_says_nothing_of_now(ward: Ward) -> N
     assert ward.storage.up
 
 
-def test_a_bug_below_is_trouble_and_does_not_stop_the_asking(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> list[bool]:
-        raise ZeroDivisionError("in a backend")
-
-    with monkeypatch.context() as now:
-        now.setattr(ward.sick, "exists", broken)
-        for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                ward.storage.exists(["a"])
-        assert ward.turn() is False
-        ward.next_pause()
-        ward.probe()
-        ward.next_pause()
-        assert "ZeroDivisionError" in ward.storage.last_error
-    ward.probe()
-    assert ward.turn() is True
-
-
-def test_closing_while_it_is_down_ends_the_asking(ward: Ward) -> None:
-    ward.go_down()
-    ward.next_pause()
-    ward.storage.close()
-    assert ward.before.issuperset(threading.enumerate())
-    assert not ward.storage.up
-    with pytest.raises(StorageError, match="closed"):
-        ward.storage.exists(["a"])
-
-
 @pytest.mark.parametrize("what", ["a call", "the probe"])
 def test_closing_leaves_what_hangs_and_the_last_that_comes_back_closes_it(
     make_ward: Callable[..., Ward], monkeypatch: pytest.MonkeyPatch, what: str
@@ -401,64 +358,30 @@ def test_closing_leaves_what_hangs_and_the_last_that_comes_back_closes_it(
     assert closed.wait(LONG_S)
     if what == "a call":
         assert hanging.result(LONG_S) == b"1"
-    ward.storage._close_s = LONG_S
 
 
-def test_a_close_that_fails_is_told_once(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing() -> None:
-        raise StorageError("the last sync failed")
-
-    monkeypatch.setattr(ward.sick, "close", failing)
-    with pytest.raises(StorageError, match="the last sync failed"):
-        ward.storage.close()
-    ward.storage.close()
-
-
-def test_many_threads_through_many_turns_leave_it_up_and_nothing_in_flight() -> None:
-    sick = FaultyStorage(MemoryStorage(1 << 20, LABEL, "model A"), seed=5)
-    sick.rules = [Rule("raise", call, probability=0.3) for call in ("exists", "get", "put")]
-    turns: queue.Queue[bool] = queue.Queue()
-    storage = Breaker(
-        sick, deadline_s=DEADLINE_S, changed=lambda: turns.put(True), probe_first_s=0.0001, probe_most_s=0.001
-    )
-    start = threading.Barrier(8, timeout=LONG_S)
-
-    def work(worker: int) -> int:
-        start.wait()
-        raised = 0
-        for turn in range(200):
-            name = f"page-{(worker + turn) % 16}"
-            data = name.encode() * 10
-            try:
-                storage.exists([name])
-                put(storage, **{name: data})
-                assert get(storage, name) in (None, data)
-            except StorageError:
-                raised += 1
-        return raised
-
-    with ThreadPoolExecutor(8) as callers:
-        raised = sum(ended.result(LONG_S) for ended in [callers.submit(work, i) for i in range(8)])
-    assert storage.counts["raised"] == raised
-    sick.rules = []
-    while not storage.up:
-        turns.get(timeout=LONG_S)
-    assert storage.counts["went down"] == storage.counts["came up"] > 0
-    assert not storage._in_flight
-    storage.close()
-
-
-def test_where_no_thread_is_to_be_had_that_asks_the_next_call_tries_again(
+def test_a_bug_below_is_trouble_and_where_no_thread_is_to_be_had_that_probes_the_next_call_tries_again(
     ward: Ward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def broken(*_: object) -> list[bool]:
+        raise ZeroDivisionError("in a backend")
+
     def no_more(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(threading.Thread, "start", no_more)
-        ward.go_down()
-    assert get(ward.storage, "x") is None
-    ward.next_pause()
-    ward.sick.dead = False
+        meanwhile.setattr(ward.sick, "exists", broken)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                ward.storage.exists(["a"])
+        assert ward.turn() is False
+    with monkeypatch.context() as still:
+        still.setattr(ward.sick, "exists", broken)
+        assert get(ward.storage, "x") is None
+        ward.next_pause()
+        ward.probe()
+        ward.next_pause()
+        assert "ZeroDivisionError" in ward.storage.last_error
     ward.probe()
     assert ward.turn() is True

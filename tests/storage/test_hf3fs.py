@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hf3fs_server import end_servers
 from hf3fs_stores import SLOT_BYTES, Stores, in_slots, stores_in
+from light import light
 
 from kvarve.storage import Storage
 from kvarve.storage.hf3fs.metadata import MOST_NAMES
@@ -32,21 +33,20 @@ class Suites(StorageSuite, CapacitySuite, QuotaSuite):
         return stores.open
 
     @pytest.fixture
-    def damages(self) -> dict[str, Damage]:
-        return in_slots()
+    def damages(self, stores: Stores) -> dict[str, Damage]:
+        return in_slots(stores)
 
     @pytest.fixture
     def make_limited(self, stores: Stores) -> Callable[[int], Storage]:
         return lambda objects: stores.open(capacity_bytes=1 << 30, quota_bytes=objects * SLOT_BYTES)
 
 
+@light
 class TestPosixEngine(Suites):
     pass
 
 
-class TestWithAServerOfThisMachine(StorageSuite):
-    """Other processes find the same objects, and one that is killed while it writes harms none."""
-
+class WithAServerOfThisMachine:
     @pytest.fixture(autouse=True)
     def state(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         with tempfile.TemporaryDirectory(prefix="kv") as folder:  # a socket's path is short
@@ -62,6 +62,13 @@ class TestWithAServerOfThisMachine(StorageSuite):
     def url_of(self, tmp_path: Path) -> UrlOf:
         return lambda place: (f"hf3fs://{tmp_path}/{place}?capacity=64MiB&engine=posix", LABEL)
 
+
+@pytest.mark.long
+class TestWithAServerOfThisMachine(WithAServerOfThisMachine, StorageSuite):
+    """Other processes find the same objects, and one that is killed while it writes harms none."""
+
+
+class TestCallsToAServer(WithAServerOfThisMachine):
     def test_calls_with_more_names_than_the_server_takes_at_once_are_answered(self, make_storage: MakeStorage) -> None:
         storage, names = make_storage(), [f"page-{i}" for i in range(MOST_NAMES + 2)]
         there = {0: b"first", MOST_NAMES - 1: b"last of a part", MOST_NAMES: b"next part", MOST_NAMES + 1: b"last"}
@@ -73,11 +80,8 @@ class TestWithAServerOfThisMachine(StorageSuite):
         storage.touch(names)
         assert sum(storage.delete(names)) == len(there)
 
-    @pytest.mark.long
-    def test_any_history_of_calls_agrees_with_a_dict(self, make_storage: MakeStorage) -> None:
-        super().test_any_history_of_calls_agrees_with_a_dict(make_storage)
 
-
+@light
 class TestUsrbioEngine(Suites):
     @pytest.fixture
     def stores(self, tmp_path: Path) -> Iterator[Stores]:

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hf3fs_pages import KINDS, Pages
+from hf3fs_laws import kept
+from hf3fs_pages import Pages
 from hf3fs_stores import Stores, stores_in
 
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, deadline
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs.metadata.entries import COMMITTED, QUARANTINED, RESERVED
-from kvarve.storage.hf3fs.metadata.table import QUARANTINE_S
 from kvarve.storage.hf3fs.slots import file_name
 from kvarve.storage.hf3fs.storage import Hf3fsStorage
 from kvarve.testing.usrbio import Emulator, Fate, Operation
@@ -24,7 +24,6 @@ SOON_S, LONG_S = 0.1, 60.0
 in_place_and_copied = pytest.mark.parametrize(
     "shared", [pytest.param(True, id="in place"), pytest.param(False, id="copied", marks=pytest.mark.long)]
 )
-every_kind = pytest.mark.parametrize("kind", KINDS)
 TORN = (Fate.SHORT, Fate.HOLE_MIDDLE, Fate.HOLE_END, Fate.ZEROS)
 
 
@@ -64,19 +63,18 @@ def all_is_well(stores: Stores, storage: Hf3fsStorage, pages: Pages) -> None:
     pages.blank()
     assert pages.right(storage.get(pages.names, pages.targets)) == len(pages.names)
     assert stores.slots() == {COMMITTED: len(pages.names)}
-    assert stores.table().table._pins == 0
+    assert kept(stores.table().table).pins == 0
     assert storage.usage().objects == len(pages.names)
 
 
 @in_place_and_copied
 @pytest.mark.parametrize("fate", Fate, ids=lambda fate: fate.name)
-@every_kind
 def test_writes_that_go_wrong_cost_pages_and_never_a_byte(
-    stores: Stores, daemon: Emulator, kind: str, fate: Fate, shared: bool
+    stores: Stores, daemon: Emulator, fate: Fate, shared: bool
 ) -> None:
-    pages = Pages(kind, shared=shared)
+    pages = Pages(shared=shared)
     storage = opened(stores, pages)
-    daemon.behave = some(fate, len(kind), read=False)
+    daemon.behave = some(fate, 7, read=False)
     if fate in (Fate.LATE, Fate.LOST):
         with deadline(SOON_S), pytest.raises(StorageError, match=f"of {len(pages.names)} objects: .*answered in time"):
             storage.put(pages.names, pages.sources)
@@ -97,12 +95,11 @@ def test_writes_that_go_wrong_cost_pages_and_never_a_byte(
 
 @in_place_and_copied
 @pytest.mark.parametrize("fate", [it for it in Fate if it not in (Fate.LATE, Fate.LOST)], ids=lambda fate: fate.name)
-@every_kind
-def test_reads_that_go_wrong_are_misses(stores: Stores, daemon: Emulator, kind: str, fate: Fate, shared: bool) -> None:
-    pages = Pages(kind, shared=shared)
+def test_reads_that_go_wrong_are_misses(stores: Stores, daemon: Emulator, fate: Fate, shared: bool) -> None:
+    pages = Pages(shared=shared)
     storage = opened(stores, pages)
     assert all(storage.put(pages.names, pages.sources))
-    daemon.behave = some(fate, len(kind), read=True)
+    daemon.behave = some(fate, 7, read=True)
     found = pages.right(storage.get(pages.names, pages.targets))
     assert found == len(pages.names) if fate is Fate.DONE else 0 < found < len(pages.names)
     daemon.behave = lambda _: Fate.DONE
@@ -115,17 +112,16 @@ def test_reads_that_go_wrong_are_misses(stores: Stores, daemon: Emulator, kind: 
 
 
 @pytest.mark.parametrize("fate", [Fate.LATE, Fate.LOST], ids=lambda fate: fate.name)
-@every_kind
 def test_reads_through_memory_of_our_own_end_at_the_deadline_and_write_nothing_later(
-    stores: Stores, daemon: Emulator, kind: str, fate: Fate
+    stores: Stores, daemon: Emulator, fate: Fate
 ) -> None:
-    pages = Pages(kind, shared=False)
+    pages = Pages(shared=False)
     storage = opened(stores, pages)
     assert all(storage.put(pages.names, pages.sources))
     daemon.behave = lambda _: fate
     with deadline(SOON_S), pytest.raises(StorageError, match="not answered in time"):
         storage.get(pages.names, pages.targets)
-    assert stores.table().table._pins == len(pages.names), "the slots are not another's while they may be read"
+    assert kept(stores.table().table).pins == len(pages.names), "the slots are not another's while they may be read"
     daemon.behave = lambda _: Fate.DONE
     daemon.release()
     storage.exists(pages.names)
@@ -178,11 +174,10 @@ def third(which: str, how: int | str) -> Callable[[str], int | str | None]:
 
 @pytest.mark.parametrize("how", [errno.EIO, errno.ENOSPC, "half", "zeros"])
 @pytest.mark.parametrize("call", ["read", "write", "sync"])
-@every_kind
 def test_calls_of_the_file_system_that_fail_cost_pages_and_never_a_byte(
-    tmp_path: Path, kind: str, call: str, how: int | str
+    tmp_path: Path, call: str, how: int | str
 ) -> None:
-    pages, disk = Pages(kind, shared=False), BadDisk()
+    pages, disk = Pages(shared=False), BadDisk()
     with stores_in(tmp_path) as stores:
         storage = stores.open(disk=disk)
         stores.stop_the_clock()
@@ -209,8 +204,8 @@ def test_an_object_that_cannot_be_read_is_missing_alone_and_is_no_trouble_while_
     with stores_in(tmp_path, daemon if engine == "usrbio" else None) as stores:
         storage = Breaker(stores.open(disk=disk), deadline_s=LONG_S)
         assert storage.put(names, data) == [True] * 4
-        (found,) = storage.inner._metadata.lookup(["page-2"], 1, LONG_S)
-        bad = disk.bad = file_name(found.slot.extent)  # each has a file of its own
+        (slot,) = [it.slot for it in stores.entries() if it.name == "page-2"]
+        bad = disk.bad = file_name(slot.extent)  # each has a file of its own
         daemon.behave = lambda it: Fate.EIO if it.read and it.file.path.name == bad else Fate.DONE
         buffers = [memoryview(bytearray(5000)) for _ in names]
         for _ in range(5):
@@ -227,12 +222,14 @@ def test_an_object_that_cannot_be_read_is_missing_alone_and_is_no_trouble_while_
     assert not daemon.misuse
 
 
-def test_a_full_disk_is_no_space_and_no_trouble(tmp_path: Path) -> None:
-    disk = BadDisk()
-    with stores_in(tmp_path) as stores:
+@pytest.mark.parametrize("engine", ["posix", "usrbio"])
+def test_an_object_is_stored_when_its_sync_has_succeeded_and_not_when_its_write_has(
+    tmp_path: Path, engine: str
+) -> None:
+    disk, daemon = BadDisk(), Emulator(tmp_path)
+    with stores_in(tmp_path, daemon if engine == "usrbio" else None) as stores:
         storage = stores.open(disk=disk)
-        disk.behave = lambda call: errno.ENOSPC if call == "write" else None
-        assert storage.put(["a", "b"], [memoryview(b"1"), memoryview(b"2")]) == [False, False]
-        assert storage.counts == {"no space": 2}
-        assert stores.slots() == {QUARANTINED: 2}
-        assert QUARANTINE_S > 60
+        disk.behave, daemon.syncs_fail = lambda call: errno.EIO if call == "sync" else None, True
+        with pytest.raises(StorageError, match="stored 0 of 1"):
+            storage.put(["page"], [memoryview(b"1")])
+        assert storage.exists(["page"]) == [False]

@@ -3,16 +3,17 @@
 import resource
 import sqlite3
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hf3fs_laws import audit
+from hf3fs_laws import audit, entries
 from hf3fs_metadata_suite import LABEL, OTHER, K
 
 from kvarve.storage.hf3fs.metadata.base import Slot
 from kvarve.storage.hf3fs.metadata.journal import Journal
-from kvarve.storage.hf3fs.metadata.table import SlotTable, _row
+from kvarve.storage.hf3fs.metadata.table import SlotTable
 
 NOW = 1_800_000_000.0
 
@@ -61,7 +62,7 @@ class Dying(sqlite3.Connection):
 def known(table: SlotTable) -> tuple[Any, ...]:
     """But when an object was used: that is kept now and then. A pin ends with the service, and what it held is in
     quarantine then."""
-    rows = [_row(entry)._replace(used=0.0, until=0.0) for entry in table._entries()]
+    rows = [(it.slot, it.state, it.home.label, it.name, it.size_bytes, it.request) for it in entries(table)]
     return sorted(rows), sorted(table.extents()), table.built
 
 
@@ -94,13 +95,14 @@ CALLS: list[Callable[[SlotTable], Any]] = [
 ]
 
 
+@pytest.mark.parametrize("first", [1, *(pytest.param(first, marks=pytest.mark.long) for first in (2, 3, 4))])
 def test_a_server_that_dies_at_any_step_leaves_a_call_done_or_not_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     real = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda *args, **more: real(*args, factory=Dying, **more))
     died_at = 0
-    for number in range(1, 10_000):
+    for number in range(first, 10_000, 4):
         path = tmp_path / f"{number}.db"
         Dying.left, Dying.ended = 10**9, False
         journal = Journal(path, NOW)
@@ -129,7 +131,7 @@ def test_a_server_that_dies_at_any_step_leaves_a_call_done_or_not_done(
         again.close()
         if survived:
             break
-    assert died_at > 60
+    assert died_at > 15
 
 
 def test_a_disk_that_takes_nothing_is_no_damage(tmp_path: Path) -> None:
@@ -148,27 +150,27 @@ def test_a_disk_that_takes_nothing_is_no_damage(tmp_path: Path) -> None:
     again = Journal(path, NOW)
     assert again.store == "store"
     assert again.table is not None
-    assert [_row(entry).name for entry in again.table._entries()] == ["a"]
+    assert [entry.name for entry in entries(again.table)] == ["a"]
     again.close()
 
 
 def test_damaged_files_are_put_aside_and_the_store_is_to_be_rebuilt(tmp_path: Path) -> None:
-    for damage in ("garbage", "cut", "another format", "impossible"):
+    for damage in ("garbage", "cut", "PRAGMA user_version = 7", "DELETE FROM extents"):
         path = tmp_path / f"{damage}.db"
         journal = Journal(path, NOW)
         table = journal.begin("store", 64 * K, None, NOW, empty=True)
         reserve(table, LABEL, 1, "abcdefgh")
         commit(table, LABEL, 1, "abcdefgh")
         journal.save()
-        if damage == "another format":
-            journal._database.execute("PRAGMA user_version = 7")
-        if damage == "impossible":
-            journal._database.execute("DELETE FROM extents")
         journal.close()
-        if damage == "garbage":
-            path.write_bytes(b"garbage" * 5000)
-        if damage == "cut":
-            path.write_bytes(path.read_bytes()[:5000])
+        match damage:
+            case "garbage":
+                path.write_bytes(b"garbage" * 5000)
+            case "cut":
+                path.write_bytes(path.read_bytes()[:5000])
+            case statement:
+                with closing(sqlite3.connect(path)) as database, database:
+                    database.execute(statement)
         again = Journal(path, NOW)
         assert again.table is None, damage
         assert path.with_name(path.name + ".damaged").exists()

@@ -13,9 +13,10 @@ from processes import until
 
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, check_storage
+from kvarve.storage.file.disk import Directory, Disk
 from kvarve.storage.hf3fs import backend
 from kvarve.storage.hf3fs import storage as storage_module
-from kvarve.testing.suite import LABEL, MakeStorage, StorageSuite, get, put, there
+from kvarve.testing.suite import LABEL, get, put, there
 from kvarve.testing.usrbio import Emulator
 
 LONG_S = 60.0
@@ -35,13 +36,6 @@ def stores(mount: Bindfs) -> Iterator[Stores]:
         yield stores
 
 
-@pytest.mark.long
-class TestOnAMount(StorageSuite):
-    @pytest.fixture
-    def make_storage(self, stores: Stores) -> MakeStorage:
-        return stores.open
-
-
 def aligned(pages: int) -> list[memoryview]:
     memory = memoryview(mmap.mmap(-1, pages * PAGE_BYTES))
     views = [memory[at : at + PAGE_BYTES] for at in range(0, memory.nbytes, PAGE_BYTES)]
@@ -53,10 +47,18 @@ def aligned(pages: int) -> list[memoryview]:
 def test_a_mount_of_3fs_is_no_warning_and_pages_go_past_the_page_cache(
     stores: Stores, mount: Bindfs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage, views = stores.open(), aligned(8)
+    class Noting(Disk):
+        direct = 0
+
+        def open(self, folder: Directory, name: str, **how: bool) -> int:
+            self.direct += how.get("direct", False)
+            return super().open(folder, name, **how)
+
+    disk = Noting()
+    storage, views = stores.open(disk=disk), aligned(8)
     names = [f"page-{i}" for i in range(8)]
     assert all(storage.put(names, views))
-    assert all(file.direct for file in storage._folder._files.values())
+    assert disk.direct > 0
     wanted = [bytes(view) for view in views]
     for view in views:
         view[:] = bytes(PAGE_BYTES)
@@ -92,31 +94,6 @@ def test_a_mount_whose_daemon_has_ended_is_refused_in_one_line_with_either_engin
         with pytest.raises(StorageError, match=str(mount.mount)) as told:
             check_storage(url, label=LABEL, description="model A")
         assert "\n" not in str(told.value)
-
-
-def test_when_the_daemon_is_killed_in_the_middle_of_a_put_nothing_half_is_there(stores: Stores, mount: Bindfs) -> None:
-    storage, views = stores.open(), aligned(8)
-    turns = 0
-    with ThreadPoolExecutor(1) as pool:
-
-        def write() -> None:
-            nonlocal turns
-            while True:
-                storage.put([f"page-{turns}-{i}" for i in range(8)], views)
-                turns += 1
-
-        writing = pool.submit(write)
-        until(lambda: turns > 1)
-        mount.kill()
-        with pytest.raises(StorageError):
-            writing.result(LONG_S)
-    mount.again()
-    buffers = [memoryview(bytearray(PAGE_BYTES)) for _ in range(8)]
-    for turn in range(turns + 1):
-        sizes = storage.get([f"page-{turn}-{i}" for i in range(8)], buffers)
-        assert turn == turns or sizes == [PAGE_BYTES] * 8
-        for number, (size, buffer) in enumerate(zip(sizes, buffers, strict=True), 1):
-            assert size is None or buffer == bytes([number]) * PAGE_BYTES
 
 
 def test_a_mount_that_stands_still_hangs_no_more_than_the_calls_in_it(

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,10 @@ from types import SimpleNamespace
 from typing import Protocol
 
 import pytest
-from hf3fs_stores import Stores, stores_in
+from hf3fs_stores import Stores, calling, descriptors, stores_in
 from processes import until
 
-from gates import Gate
+from gates import Gate, threads
 from kvarve.background import BackgroundCall
 from kvarve.errors import StorageError
 from kvarve.regions import HostRegion, shared_region
@@ -24,7 +23,8 @@ from kvarve.storage import deadline
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs import engine_usrbio as engine_module
 from kvarve.storage.hf3fs import storage as storage_module
-from kvarve.storage.hf3fs.engine_usrbio import LOST
+from kvarve.storage.hf3fs.engine_usrbio import LOST, UsrbioEngine
+from kvarve.storage.hf3fs.storage import Hf3fsStorage
 from kvarve.testing.suite import get, put
 from kvarve.testing.usrbio import Emulator, Fate, Operation
 
@@ -105,7 +105,8 @@ def test_pages_in_shared_memory_are_moved_where_they_lie(stores: Stores, daemon:
     assert sorted(moved) == [4096] * 16 + [PAGE_BYTES] * 16, "a header, and the page in one piece"
     assert daemon.lent - lent <= daemon.lent // 2, "another ring, and no second iovec of the region"
     storage.close()
-    del storage, stores.opened[:], views
+    stores.opened.clear()
+    del storage, views
     gc.collect()
     assert daemon.lent == 0
 
@@ -118,19 +119,6 @@ def test_pieces_of_which_some_are_in_shared_memory_are_one_object(stores: Stores
     pieces = [memoryview(b"header"), views[0], views[2], memoryview(b""), memoryview(b"between"), views[1]]
     assert storage.put_pieces(["page"], [pieces]) == [True]
     assert get(storage, "page") == b"header" + wanted[0] + wanted[2] + b"between" + wanted[1]
-
-
-def test_many_threads_share_few_rings_and_none_is_used_by_two(stores: Stores, daemon: Emulator) -> None:
-    storage = stores.open(threads=2)
-
-    def use(worker: int) -> None:
-        for turn in range(10):
-            name, data = f"page-{worker}-{turn}", bytes([worker * 10 + turn]) * 5000
-            assert put(storage, **{name: data}) == [True]
-            assert get(storage, name, 8192) == data
-
-    with ThreadPoolExecutor(8) as pool:
-        [*pool.map(use, range(8))]
 
 
 def test_a_read_into_a_callers_memory_does_not_return_while_something_may_be_written_there(
@@ -162,16 +150,27 @@ def test_a_read_into_a_callers_memory_does_not_return_while_something_may_be_wri
     assert [bytes(view) for view in views] == wanted
 
 
+class Mount(Disk):
+    """Its daemon may have ended, and its folder has another identity after a mount."""
+
+    mounts = 0
+    gone = False
+
+    def is_there(self, path: str, identity: tuple[int, int]) -> bool:
+        return identity[0] == self.mounts
+
+    def _entered(self, *args: object) -> object:
+        found = super()._entered(*args)  # type: ignore[arg-type]
+        return type(found)(found.path, found.file, found.owner, (self.mounts, found.identity[1]))
+
+    def space(self, folder: object) -> tuple[int, int]:
+        if self.gone:
+            raise OSError(107, "Transport endpoint is not connected")
+        return 1 << 40, 1 << 40
+
+
 def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emulator, hold: Hold) -> None:
-    class Gone(Disk):
-        gone = False
-
-        def space(self, folder: object) -> tuple[int, int]:
-            if self.gone:
-                raise OSError(107, "Transport endpoint is not connected")
-            return 1 << 40, 1 << 40
-
-    disk = Gone()
+    disk = Mount()
     with stores_in(tmp_path, daemon) as stores:
         storage, region = stores.open(disk=disk), shared_region(PAGE_BYTES)
         storage.register(region)
@@ -182,6 +181,12 @@ def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emul
             storage.get(["a"], pages(region))
 
 
+def late_rings(storage: Hf3fsStorage) -> int:
+    """How many are kept aside until they answer."""
+    assert isinstance(storage._engine, UsrbioEngine)
+    return len(storage._engine._lost)
+
+
 def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(
     stores: Stores, daemon: Emulator, hold: Hold
 ) -> None:
@@ -190,30 +195,13 @@ def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(
     hold(reads=False, fate=Fate.LATE)
     with deadline(LONG_S), pytest.raises(StorageError, match="stored 0 of 1"):
         put(storage, page=b"late")
-    engine = storage._engine
-    assert len(engine._lost) == 1
+    assert late_rings(storage) == 1
     daemon.behave = lambda _: Fate.DONE
     assert put(storage, page=b"in time") == [True], "by another ring"
     assert get(storage, "page") == b"in time"
     daemon.release()
-    until(lambda: put(storage, other=b"2") == [True] and not engine._lost, "a ring that is empty again")
+    until(lambda: put(storage, other=b"2") == [True] and not late_rings(storage), "a ring that is empty again")
     assert get(storage, "page") == b"in time"
-
-
-def test_a_ring_of_an_earlier_mount_is_not_used_again_when_it_answers_at_last(
-    stores: Stores, daemon: Emulator, hold: Hold
-) -> None:
-    storage = stores.open(threads=1)
-    hold(reads=False, fate=Fate.LATE)
-    with deadline(LONG_S), pytest.raises(StorageError, match="stored 0 of 1"):
-        put(storage, page=b"late")
-    engine = storage._engine
-    ((late, _),) = engine._lost
-    engine.enter(storage._folder)
-    daemon.behave = lambda _: Fate.DONE
-    daemon.release()
-    until(lambda: put(storage, other=b"2") == [True] and not engine._lost, "a ring that is empty again")
-    assert late not in engine._idle[False]
 
 
 def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daemon: Emulator, hold: Hold) -> None:
@@ -228,28 +216,8 @@ def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daem
     assert daemon.lent == lent
 
 
-def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(
-    tmp_path: Path, daemon: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Remounted(Disk):
-        """Its folder has another identity after a mount."""
-
-        mounts = 0
-        gone = False
-
-        def is_there(self, path: str, identity: tuple[int, int]) -> bool:
-            return identity[0] == self.mounts
-
-        def _entered(self, *args: object) -> object:
-            found = super()._entered(*args)  # type: ignore[arg-type]
-            return type(found)(found.path, found.file, found.owner, (self.mounts, found.identity[1]))
-
-        def space(self, folder: object) -> tuple[int, int]:
-            if self.gone:
-                raise OSError(107, "Transport endpoint is not connected")
-            return 1 << 40, 1 << 40
-
-    disk = Remounted()
+def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(tmp_path: Path, daemon: Emulator) -> None:
+    disk = Mount()
     with stores_in(tmp_path, daemon) as stores:
         storage, region = stores.open(disk=disk, threads=1), shared_region(2 * PAGE_BYTES)
         storage.register(region)
@@ -267,17 +235,6 @@ def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(
         assert [bytes(view) for view in views] == wanted
 
 
-def test_a_failed_sync_is_no_success(stores: Stores, daemon: Emulator) -> None:
-    storage = stores.open()
-    daemon.syncs_fail = True
-    with pytest.raises(StorageError, match="force_fsync"):
-        put(storage, page=b"1")
-    assert storage.exists(["page"]) == [False]
-
-
-# --- the end
-
-
 class Held(Disk):
     """Its writes to slots wait for a gate, as on a mount that stands still."""
 
@@ -288,17 +245,6 @@ class Held(Disk):
         if self.gate is not None:
             self.gate()
         return super().write(file, data, at)  # type: ignore[arg-type]
-
-
-def descriptors(folder: Path) -> list[Path]:
-    """What this process has open below a folder."""
-    found = []
-    for each in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(each.readlink())
-        except OSError:
-            continue
-    return [path for path in found if path.is_relative_to(folder)]
 
 
 def test_a_close_under_a_call_that_hangs_ends_and_what_it_uses_is_closed_when_it_returns(
@@ -322,36 +268,16 @@ def test_a_close_under_a_call_that_hangs_ends_and_what_it_uses_is_closed_when_it
         storage.close()
         gc.collect()
         assert not descriptors(tmp_path)
+        until(lambda: not threads("kvarve 3fs"), "the end of its threads")
         assert get(stores.open(), "page") == b"1"
 
 
-def test_a_close_while_rings_are_late_ends_and_takes_nothing_back_that_is_in_use(
-    stores: Stores, daemon: Emulator, hold: Hold
+def test_a_child_that_was_forked_in_the_middle_of_a_call_is_told_so_and_does_not_wait_for_it(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, region = stores.open(), shared_region(PAGE_BYTES)
-    storage.register(region)
-    hold(reads=False, fate=Fate.LATE)
-    with deadline(LONG_S), pytest.raises(StorageError):
-        storage.put(["page"], pages(region))
-    storage.close()
-    daemon.release()
-    assert get(stores.open(), "page") is None
-
-
-def test_a_child_that_was_forked_in_the_middle_of_a_call_is_told_so_and_does_not_wait_for_it(stores: Stores) -> None:
-    storage, parent = stores.open(), os.getpid()
-    with storage._lock:
-        storage._pid = parent + 1
+    storage, child = stores.open(), os.getpid() + 1
+    with monkeypatch.context() as forked, calling(storage):
+        forked.setattr(os, "getpid", lambda: child)
         asked = BackgroundCall("asks", lambda: storage.exists(["page"]))
         with pytest.raises(StorageError, match="before a fork"):
             asked.result(LONG_S)
-    storage._pid = parent
-
-
-def test_no_thread_is_left_when_a_storage_is_closed(stores: Stores) -> None:
-    storage = stores.open()
-    put(storage, page=b"1")
-    storage.close()
-    until(
-        lambda: not [it for it in threading.enumerate() if it.name.startswith("kvarve 3fs")], "the end of its threads"
-    )

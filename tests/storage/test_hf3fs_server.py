@@ -1,16 +1,14 @@
 """The metadata server of a machine: it is started when needed, killed, stopped, raced for, lied to and starved."""
 
 import os
-import random
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +16,30 @@ import pytest
 from hf3fs_laws import audit
 from hf3fs_metadata_suite import LABEL, LONG_S, K, look, number, store, there
 from hf3fs_server import Local, ended, runs
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import until
 
 import forks
-from kvarve.errors import ConfigError, StorageError
+from kvarve.errors import StorageError
 from kvarve.storage import deadline
-from kvarve.storage.hf3fs.metadata import STORE_FILE, Slot, check_setting, open_metadata
+from kvarve.storage.hf3fs.metadata import STORE_FILE, Metadata, open_metadata
 from kvarve.storage.hf3fs.metadata.calls import CALLS, BadCall, answer
 from kvarve.storage.hf3fs.metadata.frames import HEADER_BYTES, pack, read_header, read_rest
-from kvarve.storage.hf3fs.metadata.local import LocalMetadata
 from kvarve.storage.hf3fs.metadata.server import MOST_CONNECTIONS, near
 from kvarve.storage.hf3fs.metadata.table import SlotTable
 
-# --- a server that goes away
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    """One whose server no test ends."""
+    folder = tmp_path_factory.mktemp("running")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        local = Local(folder)
+        local.open().exists(["a"])
+        yield local
+        local.close()
 
 
 def test_a_killed_server_costs_no_error_and_nothing_that_was_committed(local: Local) -> None:
@@ -42,77 +49,35 @@ def test_a_killed_server_costs_no_error_and_nothing_that_was_committed(local: Lo
     (slot,) = metadata.reserve(request, ["c"], [K], LONG_S)
     local.kill()
     assert there(metadata, "a", "b", "c") == "a b"
-    local.kill()
     assert metadata.commit(request, ["c"], [slot], [1]) == [True], "what it had reserved is still reserved"
     local.kill()
     assert metadata.commit(request, ["c"], [slot], [1]) == [True]
-    local.kill()
     assert [found and found[0] for found in metadata.lookup(["c"], number(), LONG_S)] == [slot]
     assert store(metadata, "d", "e") == [True, True]
     assert there(metadata, *"abcde") == "b c d e" or there(metadata, *"abcde") == "a c d e"
 
 
-def test_a_client_with_many_connections_to_a_killed_server_asks_the_next_one(local: Local) -> None:
-    metadata = local.open()
-    store(metadata, "a")
-    assert isinstance(metadata, LocalMetadata)
-    with ExitStack() as stack:
-        for _ in range(8):  # as many as threads ask at once
-            stack.enter_context(metadata._link(time.monotonic() + 60.0))
+@pytest.mark.long
+def test_a_client_of_many_threads_asks_the_next_server_by_new_connections(local: Local) -> None:
+    metadata = local.open(1000)
+
+    def work(worker: int) -> bool:
+        names = [f"w{worker}.{i}" for i in range(10)]
+        return all(store(metadata, *names)) and metadata.exists(names) == [True] * 10
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(16)))
     local.kill()
-    assert there(metadata, "a") == "a"
-
-
-@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.long)])
-def test_a_server_killed_in_mid_call_loses_nothing_that_it_answered_and_leaks_no_slot(local: Local, kills: int) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    some, slots = random.Random(seed), 12
-    metadata, committed = local.open(slots), dict[str, Slot]()
-    metadata.exists(["a"])  # which starts a server
-    may_kill, done = threading.Event(), threading.Event()
-
-    def kill_in_turn() -> None:
-        try:
-            for _ in range(kills):
-                may_kill.wait(60)
-                may_kill.clear()
-                local.kill()
-        finally:
-            done.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        killing = pool.submit(kill_in_turn)
-        at = 0
-        while not done.is_set():
-            at += 1
-            if some.random() < 0.1:
-                may_kill.set()
-            names, request = [f"n{at}.{i}" for i in range(some.randint(1, 3))], number()
-            given_ = metadata.reserve(request, names, [K] * len(names), LONG_S)
-            assert all(isinstance(slot, Slot) for slot in given_), "no slot has leaked"
-            assert not {slot[:2] for slot in given_} & {slot[:2] for slot in committed.values()}
-            assert metadata.commit(request, names, given_, [5] * len(names)) == [True] * len(names)
-            committed |= dict(zip(names, given_, strict=True))
-            reader = number()
-            found = metadata.lookup([*committed], reader, LONG_S)
-            assert [each and each.slot for each in found] == [*committed.values()]
-            metadata.release(reader)
-            while len(committed) > slots - 3:
-                name = some.choice([*committed])
-                del committed[name]
-                metadata.delete([name])
-        killing.result()
-    metadata.drop()
-    assert all(store(metadata, *(f"last{i}" for i in range(slots))))
+    assert metadata.usage().objects == 160
 
 
 def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_answers_nothing_wrong_later(
-    local: Local,
+    running: Local,
 ) -> None:
-    metadata = local.open()
+    metadata = running.open()
+    metadata.drop()
     store(metadata, "a", "b")
-    with local.stopped():
+    with running.stopped():
         for call in (metadata.usage, lambda: metadata.exists(["a"]), lambda: look(metadata, "a")):
             with deadline(0.05), pytest.raises(StorageError, match="in time"):
                 call()
@@ -120,6 +85,7 @@ def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_answers
     assert metadata.usage().objects == 2
 
 
+@pytest.mark.long
 def test_a_server_that_is_told_to_end_removes_its_socket_and_the_next_one_knows_what_it_knew(local: Local) -> None:
     metadata = local.open(3)
     store(metadata, "a")
@@ -127,13 +93,12 @@ def test_a_server_that_is_told_to_end_removes_its_socket_and_the_next_one_knows_
     store(metadata, "c")
     local.kill(signal.SIGTERM)
     assert not (local.folder / "socket").exists()
+    assert ended(local.run("--idle-s", "0")) == (0, ""), "nobody asks it"
     assert store(metadata, "d") == [True]
     assert there(metadata, *"abcd") == "b c d"
 
 
-# --- how it is started
-
-
+@pytest.mark.long
 def test_many_clients_start_one_server_which_outlives_its_starter(local: Local) -> None:
     code = (
         "import sys; from pathlib import Path; from kvarve.storage.hf3fs.metadata import open_metadata;"
@@ -141,22 +106,19 @@ def test_many_clients_start_one_server_which_outlives_its_starter(local: Local) 
         "print(m.exists(['a'])); m.close()"
     )
     command = [sys.executable, "-c", code, str(local.store)]
-    processes = [forks.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [process.communicate(timeout=120)[0] for process in processes] == ["[False]\n"] * 4
+    processes = [forks.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=120)[0] for process in processes] == ["[False]\n"] * 3
     pid = local.pid()
     assert runs(pid)
     store(local.open(), "a")
     assert local.pid() == pid
 
 
-def test_its_folder_and_its_socket_are_for_one_user(local: Local) -> None:
+@pytest.mark.long
+def test_its_folder_is_for_one_user_and_refused_if_others_may_enter(local: Local) -> None:
     local.open().exists(["a"])
     assert stat.S_IMODE(local.folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in local.folder.iterdir()} == {0o600}
-
-
-def test_a_folder_that_others_may_enter_is_refused(local: Local, tmp_path: Path) -> None:
-    local.open().exists(["a"])
     local.kill()
     local.folder.chmod(0o755)
     code, errors = ended(local.run())
@@ -167,19 +129,11 @@ def test_a_folder_that_others_may_enter_is_refused(local: Local, tmp_path: Path)
     local.folder.chmod(0o700)
 
 
-def test_a_server_without_connections_ends_and_the_next_client_starts_another(local: Local) -> None:
-    metadata = local.open()
-    store(metadata, "a")
-    metadata.close()
-    local.kill()
-    code, errors = ended(local.run("--idle-s", "0"))
-    assert (code, errors) == (0, "")
-    assert there(local.open(), "a") == "a"
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as client:
-        return client.connect_ex(str(path)) == 0
+def _answers(metadata: Metadata) -> bool:
+    try:
+        return all(store(metadata, "a"))
+    except StorageError:
+        return False
 
 
 def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, tmp_path: Path) -> None:
@@ -190,9 +144,8 @@ def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, t
     command = [sys.executable, "-m", "kvarve.storage.hf3fs.metadata", str(path.parent)]
     with forks.Popen(command) as process:
         try:
-            until(lambda: _listens(path), "a server that listens")
             metadata = open_metadata(setting, local.store, LABEL, 64 * K, None)
-            store(metadata, "a")
+            until(lambda: _answers(metadata), "a server that listens")
             (tmp_path / "other").mkdir()
             other = open_metadata(setting, tmp_path / "other", LABEL, 64 * K, None)
             with pytest.raises(StorageError, match="metadata of another store"):
@@ -205,13 +158,7 @@ def test_a_server_that_is_run_by_hand_is_asked_and_never_started(local: Local, t
     other.close()
 
 
-@pytest.mark.parametrize("setting", ["", "unix:", "unix:relative", "memory:", "memory:a/b", "ftp://x", "redis", "x\0"])
-def test_a_setting_that_cannot_work_is_told_in_one_line(setting: str) -> None:
-    with pytest.raises(ConfigError, match="metadata=") as told:
-        check_setting(setting)
-    assert "\n" not in str(told.value)
-
-
+@pytest.mark.long
 def test_a_call_that_cannot_wait_for_the_server_that_it_starts_does_not_end_it(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,9 +179,7 @@ def test_a_call_that_cannot_wait_for_the_server_that_it_starts_does_not_end_it(
     assert len(started) == 1
 
 
-# --- which store it is
-
-
+@pytest.mark.long
 def test_a_store_kept_by_another_machine_is_refused_until_its_file_says_otherwise(local: Local) -> None:
     file = local.store / STORE_FILE
     local.open().exists(["a"])
@@ -249,15 +194,12 @@ def test_a_store_kept_by_another_machine_is_refused_until_its_file_says_otherwis
     assert local.open().rebuilding(number(), LONG_S), "nothing is known of it, and it may have objects"
 
 
-def test_a_folder_with_its_marker_alone_is_a_new_store_that_has_lost_nothing(local: Local) -> None:
-    (local.store / "kvarve.json").touch()
-    assert not local.open().rebuilding(number(), LONG_S)
-
-
+@pytest.mark.long
 def test_two_places_for_the_metadata_of_one_machine_are_refused(
     local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two servers would remove the files of which it does not know."""
+    (local.store / "kvarve.json").touch()  # a folder with its marker alone is a new store
     local.open().exists(["a"])
     with monkeypatch.context() as other:
         other.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
@@ -275,14 +217,11 @@ def test_the_last_client_that_opened_a_store_says_its_capacity_and_not_the_last_
     assert first.usage().capacity_bytes == 32 * K, "by a new connection to another server"
 
 
-@pytest.mark.parametrize("said", ["", "x\ny\nz\n", "\xff", "kvarve hf3fs 1\n"])
+@pytest.mark.parametrize("said", ["", "\xff", "kvarve hf3fs 1\n"])
 def test_a_file_that_is_not_ours_is_refused(local: Local, said: str) -> None:
     (local.store / STORE_FILE).write_bytes(said.encode("latin-1"))
     with pytest.raises(StorageError, match=STORE_FILE):
         local.open()
-
-
-# --- what is no call
 
 
 def connected(local: Local) -> socket.socket:
@@ -306,50 +245,29 @@ def said(link: socket.socket) -> bytes:
 HELLO = CALLS.index("hello")
 
 
-def test_foreign_bytes_end_their_connection_and_no_other(local: Local) -> None:
-    metadata = local.open()
+def test_foreign_bytes_end_their_connection_and_no_other(running: Local) -> None:
+    metadata = running.open()
     store(metadata, "a")
-    foreign = [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, os.urandom(1 << 16), b"kvm1" + b"\xff" * 16, b"\0" * 10_000_000]
+    foreign = [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, os.urandom(1 << 16), b"kvm1" + b"\xff" * 16]
     foreign.append(pack(99, 1, [], [])[:HEADER_BYTES])
     for data in foreign:
-        with connected(local) as link:
+        with connected(running) as link:
             try:
                 link.sendall(data)
             except OSError:
                 continue
             assert said(link) == b""
         assert there(metadata, "a") == "a"
-    assert runs(local.pid())
+    assert runs(running.pid())
 
 
-def test_a_call_that_cannot_be_is_answered_and_changes_nothing(local: Local) -> None:
-    metadata = local.open()
-    store(metadata, "a")
-    with connected(local) as link:
-        for kind, names, numbers in [
-            (CALLS.index("exists"), ["a"], []),  # before a hello
-            (HELLO, ["store", "zz"], [1, 0, 0, 0]),
-            (HELLO, ["another", LABEL.hex()], [64 * K, 0, 0, 0]),
-            (HELLO, [], []),
-            (HELLO, ["x", LABEL.hex()], [0, 0, 0, 0]),
-            (len(CALLS), [], []),
-        ]:
-            link.sendall(pack(kind, 7, names, numbers))
-            header = read_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL))
-            assert header.kind == len(CALLS) + 1
-            assert header.tag == 7
-            assert read_rest(header, link.recv(header.rest_bytes, socket.MSG_WAITALL))[0]
-    assert there(metadata, "a") == "a"
-
-
-def test_clients_that_say_half_a_call_or_read_no_answer_hold_nobody_up(local: Local) -> None:
-    metadata = local.open(10_000)
-    store(metadata, *(f"n{i}" for i in range(4000)))
-    store_id = (local.store / STORE_FILE).read_text().splitlines()[1]
-    hello = pack(HELLO, 1, [store_id, LABEL.hex()], [10_000 * K, 0, 0, 0])
-    names = [f"n{i}" for i in range(4000)]
+def test_clients_that_say_half_a_call_or_read_no_answer_hold_nobody_up(running: Local) -> None:
+    metadata, names = running.open(2000), [f"n{i}" for i in range(1000)]
+    store(metadata, *names)
+    store_id = (running.store / STORE_FILE).read_text().splitlines()[1]
+    hello = pack(HELLO, 1, [store_id, LABEL.hex()], [2000 * K, 0, 0, 0])
     ask = pack(CALLS.index("lookup"), 2, names, [number(), 1000])
-    links = [connected(local) for _ in range(20)]
+    links = [connected(running) for _ in range(10)]
     for at, link in enumerate(links):
         link.sendall(hello)
         link.recv(HEADER_BYTES, socket.MSG_WAITALL)
@@ -360,35 +278,23 @@ def test_clients_that_say_half_a_call_or_read_no_answer_hold_nobody_up(local: Lo
             link.send(ask[: 1 + 100 * at])
         except BlockingIOError:
             pass
-    for _ in range(20):
-        assert metadata.exists(names) == [True] * 4000
+    for _ in range(10):
+        assert metadata.exists(names) == [True] * 1000
     for link in links:
         link.close()
-    assert metadata.exists(["n1"]) == [True]
 
 
-def test_more_connections_than_it_keeps_close_the_idle_ones_and_clients_notice_nothing(local: Local) -> None:
-    metadata = local.open()
+def test_more_connections_than_it_keeps_close_the_idle_ones_and_clients_notice_nothing(running: Local) -> None:
+    metadata = running.open()
     store(metadata, "a")
-    links = [connected(local) for _ in range(MOST_CONNECTIONS + 50)]
+    links = [connected(running) for _ in range(MOST_CONNECTIONS + 50)]
     for _ in range(3):
         assert there(metadata, "a") == "a"
     for link in links:
         link.close()
 
 
-def test_threads_ask_side_by_side(local: Local) -> None:
-    metadata = local.open(1000)
-
-    def work(worker: int) -> bool:
-        names = [f"w{worker}.{i}" for i in range(20)]
-        return all(store(metadata, *names)) and metadata.exists(names) == [True] * 20
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(32)))
-    assert metadata.usage().objects == 640
-
-
+@settings(max_examples=30, deadline=None)
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda rest: b"kvm1" + rest))
 def test_any_bytes_are_a_header_or_none(data: bytes) -> None:
     if len(data) >= HEADER_BYTES:
@@ -405,6 +311,7 @@ numbers = st.lists(st.integers(-1, 9) | st.sampled_from([K, 2 * K, 1 << 40, (1 <
 words = st.sampled_from(["a", "b", "g-1", "", "..", "a/b", "x" * 201, "\n"])
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([*CALLS, "none"]), st.lists(words, max_size=3), numbers), max_size=20))
 @example([("reserve", ["a"], [7, 0, K])])
 def test_any_call_is_carried_out_or_none(calls: list[tuple[str, list[str], list[int]]]) -> None:

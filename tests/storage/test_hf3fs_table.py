@@ -1,10 +1,10 @@
 """What lives of a slot table seldom come to: its bounds, extents of many slots, extents that were adopted."""
 
-from hf3fs_laws import audit
+from hf3fs_laws import audit, kept
 
 from kvarve.storage.hf3fs.metadata import Slot
 from kvarve.storage.hf3fs.metadata import table as module
-from kvarve.storage.hf3fs.metadata.table import MOST_LABELS, MOST_SIZES, QUARANTINE_S, SlotTable
+from kvarve.storage.hf3fs.metadata.table import MOST_LABELS, QUARANTINE_S, SlotTable
 
 K, LABEL = 4096, b"model"
 FIRST = (10**15, 100)
@@ -34,86 +34,53 @@ def test_pins_of_readers_that_never_let_go_are_bounded_and_the_oldest_go_first(m
     names = ["a", "b"] * 2048
     for reader in range(20):
         table.lookup(LABEL, names, reader, 600.0, 0.0)
-        assert table._pins <= 40_000
-    assert 0 not in table._readers
-    audit(table)
+        assert kept(table).pins <= 40_000
+    assert kept(table).readers < 20
     table.touch(LABEL, [], 601.0)
-    assert table._pins == 0
+    assert kept(table).pins == 0
     audit(table)
 
 
 def test_calls_that_come_and_go_leave_nothing_behind() -> None:
     table = SlotTable(8 * K, None, FIRST)
     store(table, "a")
-    for call in range(20_000):
+    for call in range(5000):
         table.lookup(LABEL, ["a"], call, 600.0, 0.0)
         table.release(call, 0.0)
         table.reserve(LABEL, call, [f"n{call}"], [K], 600.0, 0.0)
         table.reserve(f"label{call}".encode(), 1, ["x"], [64 * K], 600.0, 0.0)
-    assert len(table._timers) < 3000
-    assert len(table._homes) <= MOST_LABELS + 1
-    assert len(table._requests) <= 8
+    left = kept(table)
+    assert left.timers < 3000 and left.labels <= MOST_LABELS + 1 and left.requests <= 8
     audit(table)
 
 
-def test_sizes_are_bounded() -> None:
+def test_sizes_are_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(module, "MOST_SIZES", 50)
     table = SlotTable(1 << 40, None, FIRST)
-    given = [table.reserve(LABEL, size, [f"n{size}"], [size * K], 60.0, 0.0)[0] for size in range(1, MOST_SIZES + 20)]
-    assert [bool(slot) for slot in given] == [True] * MOST_SIZES + [False] * 19
+    given = [table.reserve(LABEL, size, [f"n{size}"], [size * K], 60.0, 0.0)[0] for size in range(1, 61)]
+    assert [bool(slot) for slot in given] == [True] * 50 + [False] * 10
     audit(table)
 
 
 def test_an_extent_of_many_slots_is_emptied_whole_but_for_what_is_read() -> None:
-    table = SlotTable(64 * 64 * K, None, FIRST)  # extents of 64 slots
-    slots = store(table, *(f"n{number}" for number in range(64 * 64)))
-    assert len({slot.extent for slot in slots}) == 64
-    table.lookup(LABEL, ["n4000"], 1, 60.0, 1.0)
-    for attempt in range(80):  # as the storage does
-        if table.reserve(LABEL, attempt, [f"large{attempt}"], [64 * K], 60.0, 2.0) == [False]:
+    table = SlotTable(32 * 32 * K, None, FIRST, extents=32)  # of 32 slots each
+    slots = store(table, *(f"n{number}" for number in range(32 * 32)))
+    assert len({slot.extent for slot in slots}) == 32
+    table.lookup(LABEL, ["n1000"], 1, 60.0, 1.0)
+    for attempt in range(40):  # as the storage does
+        if table.reserve(LABEL, attempt, [f"large{attempt}"], [32 * K], 60.0, 2.0) == [False]:
             gone = table.retired([])
             table.removed(gone)
             if not gone:  # all but what is read
                 break
-            assert isinstance(table.reserve(LABEL, attempt, [f"large{attempt}"], [64 * K], 60.0, 2.0)[0], Slot)
-        audit(table)
+            assert isinstance(table.reserve(LABEL, attempt, [f"large{attempt}"], [32 * K], 60.0, 2.0)[0], Slot)
+    audit(table)
     assert table.usage(LABEL).objects == 1
-    assert table.exists(LABEL, ["n4000"]) == [True]
-    assert attempt == 63, "the extent that is read does not hold up the others"
+    assert table.exists(LABEL, ["n1000"]) == [True]
+    assert attempt == 31, "the extent that is read does not hold up the others"
     table.release(1, 3.0)
-    assert table.reserve(LABEL, 10**6, ["one more"], [64 * K], 60.0, 3.0) == [False]
+    assert table.reserve(LABEL, 10**6, ["one more"], [32 * K], 60.0, 3.0) == [False]
     assert len(table.retired([])) == 1
-    audit(table)
-
-
-def test_a_size_that_nobody_stores_any_more_gives_its_room_while_the_other_is_still_used() -> None:
-    table, now = SlotTable(64 * K, None, FIRST), 0.0
-    store(table, *(f"old{number}" for number in range(60)))
-    for number in range(2000):
-        now += 1.0
-        for _ in range(2):
-            given = table.reserve(LABEL, number, [f"large{number}"], [4 * K], 60.0, now)
-            if isinstance(given[0], Slot):
-                assert table.commit(LABEL, number, [f"large{number}"], [given[0]], [1], now) == [True]
-                break
-            table.removed(table.retired([]))
-    assert table.usage(LABEL).objects == 16
-    audit(table)
-
-
-def test_two_sizes_in_use_do_not_take_their_room_from_each_other_in_turn() -> None:
-    table, now, moved = SlotTable(64 * K, None, FIRST), 0.0, 0
-    for number in range(4000):
-        now += 1.0
-        slots = 1 + 3 * (number % 2)
-        for _ in range(2):
-            given = table.reserve(LABEL, number, [f"n{number}"], [slots * K], 60.0, now)
-            if isinstance(given[0], Slot):
-                table.commit(LABEL, number, [f"n{number}"], [given[0]], [1], now)
-                break
-            retired = table.retired([])
-            moved += len(retired)
-            table.removed(retired)
-    assert moved < 100, "the oldest of both are about equally old"
     audit(table)
 
 

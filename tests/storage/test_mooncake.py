@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import hypothesis
 import pytest
+from light import light
 from mooncake_cluster import MASTER, METRICS, Cluster, own_network, require_mooncake
 
 from kvarve.storage import Storage, StorageUsage
 from kvarve.storage.mooncake.settings import Settings
 from kvarve.storage.mooncake.storage import MooncakeStorage
 from kvarve.testing import suite
-from kvarve.testing.suite import LABEL, OTHER_LABEL, Damage, MakeStorage, StorageSuite, get, put
+from kvarve.testing.suite import LABEL, OTHER_LABEL, Damage, MakeStorage, StorageSuite, UrlOf, get, put
 from kvarve.testing.suite_damage import OTHER_BYTES
 
 _tests = itertools.count()
@@ -54,6 +55,7 @@ class Counted(MooncakeStorage):
         return replace(usage, objects=len(sizes), bytes=sum(sizes))
 
 
+@light
 class TestMooncakeStorage(StorageSuite):
     """All of it, but for one promise that a store of many users does not give: those of other labels are not refused,
     they are not seen. `Counted` makes up for another: that `usage` is of one label."""
@@ -61,7 +63,7 @@ class TestMooncakeStorage(StorageSuite):
     @pytest.fixture
     def make_storage(self, cluster: Cluster, closing: ThreadPoolExecutor) -> Iterator[MakeStorage]:
         opened: list[Storage] = []
-        test = next(_tests)
+        test = self.test = next(_tests)
 
         def make(
             *,
@@ -80,6 +82,11 @@ class TestMooncakeStorage(StorageSuite):
             closing.submit(storage.close)
 
     @pytest.fixture
+    def url_of(self) -> UrlOf:
+        place = hashlib.sha256(LABEL + f"here {self.test}".encode()).digest()
+        return lambda _: (f"mooncake://{MASTER}?metrics={METRICS}", place)
+
+    @pytest.fixture
     def damages(self) -> dict[str, Damage]:
         def replaced(data: bytes) -> Damage:
             def damage(storage: Storage, name: str) -> None:
@@ -87,7 +94,7 @@ class TestMooncakeStorage(StorageSuite):
 
             return damage
 
-        return {what: replaced(data) for what, data in OTHER_BYTES.items()}
+        return {what: replaced(OTHER_BYTES[what]) for what in ("another program's bytes", "fewer bytes")}
 
     def test_pages_of_another_model_are_refused_and_kept(self, make_storage: MakeStorage) -> None:
         storage, other = make_storage(), make_storage(label=OTHER_LABEL, description="model B")
@@ -97,6 +104,7 @@ class TestMooncakeStorage(StorageSuite):
         assert put(other, a=b"the other's") == [True]
         assert (get(storage, "a"), get(other, "a")) == (b"kept", b"the other's")
 
+    @pytest.mark.long
     def test_any_history_of_calls_agrees_with_a_dict(
         self, make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
     ) -> None:

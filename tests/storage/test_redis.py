@@ -2,21 +2,15 @@
 
 import hashlib
 import itertools
-import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 
-import hypothesis
 import pytest
+from light import light
 from redis_server import RedisServer, free_port
 
-from kvarve.errors import ConfigError, StorageError
-from kvarve.storage import Storage, check_storage, open_storage
+from kvarve.storage import Storage, open_storage
 from kvarve.storage.redis.backend import read_settings
 from kvarve.storage.urls import parse_url
-from kvarve.testing import suite
 from kvarve.testing.suite import (
     LABEL,
     OTHER_LABEL,
@@ -61,6 +55,7 @@ def mixed(label: bytes, place: str, test: int) -> bytes:
     return hashlib.sha256(label + f"{place} {test}".encode()).digest() if 1 <= len(label) <= 64 else label
 
 
+@light
 class TestRedisStorage(StorageSuite, TtlSuite):
     @pytest.fixture
     def test(self) -> int:
@@ -94,7 +89,7 @@ class TestRedisStorage(StorageSuite, TtlSuite):
 
         def written(word: str, *rest: str) -> Damage:
             def damage(storage: Storage, name: str) -> None:
-                key = storage._key(name).decode()
+                key = server.key(name)
                 assert server.ask("DEL", key) == ":1\r\n"
                 assert not server.ask(word, key, *rest).startswith("-")
 
@@ -111,13 +106,6 @@ class TestRedisStorage(StorageSuite, TtlSuite):
 
         return lambda ttl_s: (opened(server.url(f"?ttl={ttl_s:g}s")), wait)
 
-    def test_any_history_of_calls_agrees_with_a_dict(
-        self, make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        few = {"max_examples": 10, "stateful_step_count": 20}
-        monkeypatch.setattr(suite, "settings", lambda **usual: hypothesis.settings(**(usual | few)))
-        super().test_any_history_of_calls_agrees_with_a_dict(make_storage)
-
 
 def test_other_keys_of_the_server_are_neither_seen_nor_touched(server, opened):
     server.ask("SET", "theirs", "1")
@@ -131,17 +119,9 @@ def test_other_keys_of_the_server_are_neither_seen_nor_touched(server, opened):
 
 def test_a_drop_goes_through_as_many_keys_as_there_are(server, opened):
     storage = opened()
-    names = [f"a-{i}" for i in range(2300)] + [f"b.c-{i}" for i in range(30)]
+    names = [f"a-{i}" for i in range(1200)] + [f"b.c-{i}" for i in range(30)]
     assert all(storage.put(names, [memoryview(b"1")] * len(names)))
-    assert (storage.drop("b.c"), storage.drop("a"), storage.drop()) == (30, 2300, 0)
-
-
-def test_a_key_lives_for_the_ttl_and_without_one_until_the_server_evicts_it(server, opened):
-    put(opened(server.url("?ttl=1.5h")), a=b"1")
-    put(opened(), b=b"1")
-    (a,) = [key for key in server.ask("KEYS", "*").split("\r\n")[2::2] if key.endswith("a")]
-    assert 5_000_000 < int(server.ask("PTTL", a)[1:]) <= 5_400_000
-    assert server.ask("PTTL", f"{a[:-1]}b") == ":-1\r\n"
+    assert (storage.drop("b.c"), storage.drop("a"), storage.drop()) == (30, 1200, 0)
 
 
 def test_a_databases_number_keeps_it_apart(server, opened):
@@ -180,7 +160,7 @@ def test_of_a_value_that_is_far_too_long_no_more_is_read_than_its_buffer_takes(s
     names = ["a", "long", "b", "longer", "c"]
     assert all(put(storage, **{name: name.encode() for name in names}))
     for name in ("long", "longer"):
-        server.ask("SETRANGE", storage._key(name).decode(), str(64 << 20), "x")
+        server.ask("SETRANGE", server.key(name), str(64 << 20), "x")
     before = sent(server)
     buffers = [memoryview(bytearray(8)) for _ in names]
     assert storage.get(names, buffers) == [1, (64 << 20) + 1, 1, (64 << 20) + 1, 1]
@@ -193,34 +173,6 @@ def sent(server: RedisServer) -> int:
     return int(server.ask("INFO", "stats").partition("total_net_output_bytes:")[2].split()[0])
 
 
-# --- what a URL may say
-
-
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("redis://", "say where the server is"),
-        ("redis://host:0", "is not host:port"),
-        ("redis://host:70000", "is not host:port"),
-        ("redis://ho st", "is not host:port"),
-        ("redis://host/name", "the number of a database"),
-        ("redis://host?ttl=soon", "ttl=soon is not a time"),
-        ("redis://host?ttl=0s", "ttl above zero"),
-        ("redis://host?capacity=1GiB", "redis knows: cluster, compress, tls_ca, tls_cert, tls_key, ttl"),
-        ("redis://host?tls_ca=/ca.pem", "is for rediss://"),
-        ("redis://host?cluster=maybe", "yes or no"),
-        ("redis://host/1?cluster=yes", "no database but 0"),
-        ("redis:///socket?cluster=yes", "a cluster has a host"),
-        ("redis://user@host", "a user has a password"),
-        ("rediss:///socket", "say where the server is"),
-    ],
-)
-def test_a_url_that_cannot_work_is_told_in_one_line(url, said):
-    with pytest.raises(ConfigError, match=said) as told:
-        check_storage(url, label=LABEL, description="model A")
-    assert "\n" not in str(told.value)
-
-
 def test_a_url_says_where_and_how():
     settings = read_settings(parse_url("redis://me:p%40w@10.0.0.1:7000/2?ttl=2m"))
     assert (settings.host, settings.port, settings.database, settings.ttl_s) == ("10.0.0.1", 7000, 2, 120.0)
@@ -230,21 +182,3 @@ def test_a_url_says_where_and_how():
     assert (settings.host, settings.port, settings.tls, settings.tls_ca) == ("::1", 6379, True, "/ca.pem")
     assert settings.cluster
     assert read_settings(parse_url("redis:///run/redis.sock")).socket == "/run/redis.sock"
-
-
-def test_what_is_no_redis_is_told_and_not_waited_for(tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def greet() -> None:
-            for _ in range(2):
-                with suppress(OSError):  # it hangs up
-                    link, _ = listener.accept()
-                    with link:
-                        link.recv(1000)
-                        link.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        threading.Thread(target=greet, daemon=True).start()
-        port = listener.getsockname()[1]
-        with pytest.raises(StorageError) as told:
-            open_storage(f"redis://127.0.0.1:{port}", label=LABEL, description="model A")
-        assert f"127.0.0.1:{port}" in str(told.value)

@@ -4,7 +4,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from hypothesis import given
+from file_disks import changing
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarve.errors import ConfigError, StorageError
@@ -27,23 +28,25 @@ def test_a_file_url_opens_a_folder(tmp_path):
     assert storage.usage().capacity_bytes == 3 << 29
     assert (tmp_path / "a b#c" / "kvarve.json").exists()
     storage.close()
+    plain = opened(f"{tmp_path}/a b#c%20")
+    assert plain.usage().capacity_bytes == 10 << 30
+    assert (tmp_path / "a b#c%20" / "kvarve.json").exists()
+    plain.close()
 
 
 def test_a_file_url_says_for_how_long_how_much_and_in_what_order(tmp_path):
     url = f"file://{tmp_path}/store?capacity=1MiB&ttl=1.5d&quota=8KiB&eviction=s3fifo&threads=2&durable=no"
     storage = opened(url)
-    limits = storage._index.limits
+    with changing(storage) as index:
+        limits = index.limits
     assert (limits.ttl_ns, limits.quota_bytes, limits.eviction) == (129_600 * 10**9, 8192, "s3fifo")
     assert limits.durable is False
     assert put(storage, **{f"salt-{i}": b"1" for i in range(3)}) == [True, True, False]
     storage.close()
 
 
-def test_a_plain_path_is_a_folder_of_10_gib(tmp_path):
-    storage = opened(f"{tmp_path}/a b#c%20")
-    assert storage.usage().capacity_bytes == 10 << 30
-    assert (tmp_path / "a b#c%20" / "kvarve.json").exists()
-    storage.close()
+def homeless():
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_a_file_url_without_a_path_is_in_the_users_state_directory(tmp_path, monkeypatch):
@@ -56,20 +59,15 @@ def test_a_file_url_without_a_path_is_in_the_users_state_directory(tmp_path, mon
     assert (tmp_path / "state" / "kvarve" / "kvarve.json").exists()
     monkeypatch.setenv("XDG_STATE_HOME", "relative/paths/are/none")
     assert parse_url("file://").path == str(tmp_path / "home" / ".local" / "state" / "kvarve")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(ConfigError, match="name a folder"):
+        check_storage("file://?capacity=1GiB", label=LABEL, description="model A")
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="say how much it may hold"):
         check_storage("file://", label=LABEL, description="model A")
     with pytest.raises(ConfigError, match="two tiers are two places"):
         check_storage(("file://?capacity=1GiB", parse_url("file://").path), label=LABEL, description="model A")
-
-
-def test_a_user_without_a_home_has_to_name_a_folder(monkeypatch):
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", home)
-    with pytest.raises(ConfigError, match="name a folder"):
-        check_storage("file://?capacity=1GiB", label=LABEL, description="model A")
 
 
 def test_a_memory_url_is_found_again_by_its_name():
@@ -89,46 +87,35 @@ def test_a_memory_url_is_found_again_by_its_name():
     [
         ("", "known are file://"),
         ("store", "neither an absolute path nor a storage URL"),
-        ("./store", "neither an absolute path"),
-        ("~/store", "neither an absolute path"),
-        ("s3//bucket", "neither an absolute path"),
         ("/store?capacity=1GiB", "write file:///store[?]capacity=1GiB"),
         ("gopher://store?capacity=1GiB", "no storage of the kind 'gopher'; known are file://, hf3fs://, memory://"),
-        ("://store", "no storage of the kind ''"),
         ("file://store?capacity=1GiB", "three slashes and an absolute path"),
-        ("file://./store?capacity=1GiB", "three slashes"),
-        ("file://?size=1GiB", "unknown parameter"),
         ("file:///store", "say how much it may hold"),
-        ("file:///store?", "say how much it may hold"),
-        ("file:///store?capacity=0", "capacity must be above zero"),
-        ("file:///store?capacity=-1GiB", "'-1GiB' is not a size"),
-        ("file:///store?capacity=", "'' is not a size"),
-        ("file:///store?capacity=lots", "'lots' is not a size"),
         ("file:///store?capacity", "is not a URL"),
         ("file:///store?capacity=1GiB&fsync=1", "unknown parameter 'fsync'; file knows: capacity"),
-        ("file:///store?Capacity=1GiB", "unknown parameter 'Capacity'"),
         ("file:///store?capacity=1GiB&capacity=2GiB", "given twice"),
         ("file:///store?capacity=1GiB&compress=gzip", "compress is no, zstd, lz4 or auto, not 'gzip'"),
-        ("memory://name?capacity=1GiB&compress=", "compress is no, zstd, lz4 or auto, not ''"),
         ("file:///store?capacity=1GiB&ttl=soon", "ttl=soon is not a time: write 90s, 30m, 12h, 7d or 2w"),
-        ("file:///store?capacity=1GiB&ttl=0d", "ttl above zero"),
-        ("file:///store?capacity=1GiB&ttl=7", "is not a time"),
         ("file:///store?capacity=1GiB&quota=0", "quota must be above zero"),
         ("file:///store?capacity=1GiB&eviction=random", "unknown eviction order 'random'; known: lru, lfu, s3fifo"),
-        ("file:///store?capacity=1GiB&threads=0", "at least 1"),
         ("file:///store?capacity=1GiB&durable=maybe", "durable=maybe is neither yes nor no"),
-        ("file:///store?capacity=1GiB&shared=1", "shared=1 is neither yes nor no"),
-        ("file:///store?capacity=1GiB&threads=-1", "is not a number from 1 to 9999"),
         ("file:///a#b?capacity=1GiB", "written %23"),
-        ("file:///store?capacity=1GiB#", "written %23"),
-        ("file:///a%00b?capacity=1GiB", "absolute path"),
-        ("file:///a\nb?capacity=1GiB", "is not a storage"),
         ("file://[/store?capacity=1GiB", "is not a URL"),
-        ("memory://?capacity=1GiB", "one name"),
-        ("memory:///name?capacity=1GiB", "one name"),
         ("memory://name/below?capacity=1GiB", "no path"),
         ("memory://na me?capacity=1GiB", "cannot name an object"),
-        ("memory://name", "say how much"),
+        ("redis://", "say where the server is"),
+        ("redis://host/name", "the number of a database"),
+        ("redis://host?capacity=1GiB", "redis knows: cluster, compress, tls_ca, tls_cert, tls_key, ttl"),
+        ("redis://host?tls_ca=/ca.pem", "is for rediss://"),
+        ("redis://host/1?cluster=yes", "no database but 0"),
+        ("rediss:///socket", "say where the server is"),
+        ("hf3fs://mnt/3fs?capacity=1GiB", "absolute path, with three slashes"),
+        ("hf3fs:///mnt/3fs", "how much it may hold"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&engine=fast", "auto, usrbio or posix"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&threads=0", "from 1 to 256"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&metadata=here", "metadata=here"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&engine=usrbio", "hf3fs_py_usrbio.*write engine=posix"),
+        ("hf3fs:///mnt/3fs?capacity=1GiB&ttl=1d", "hf3fs knows: capacity, compress, engine, metadata, quota, threads"),
     ],
 )
 def test_a_setting_that_cannot_work_is_told_in_one_line(url, said):
@@ -144,21 +131,6 @@ def test_checking_creates_nothing(tmp_path):
     check_storage(f"memory://{name}?capacity=1GiB", label=LABEL, description="model A")
     assert not list(tmp_path.iterdir())
     check_storage(f"memory://{name}?capacity=1GiB", label=OTHER_LABEL, description="model B")
-
-
-def test_checking_says_what_opening_would_say_of_a_folder(tmp_path):
-    (tmp_path / "precious").touch()
-    for call in (check_storage, open_storage):
-        with pytest.raises(StorageError, match="not a kvarve storage folder"):
-            call(f"file://{tmp_path}?capacity=1GiB", label=LABEL, description="model A")
-
-
-def test_a_backend_plugs_in_by_its_scheme(monkeypatch):
-    made = MemoryStorage(100, LABEL, "model A")
-    plug_in(monkeypatch, "nowhere", lambda label, description: made, takes=frozenset({"depth"}))
-    assert opened("nowhere://host?depth=4") is made
-    with pytest.raises(ConfigError, match="nowhere knows: compress, depth"):
-        opened("nowhere://host?capacity=4")
 
 
 def test_several_urls_are_tiers_nearest_first(tmp_path):
@@ -207,18 +179,15 @@ def test_each_tier_has_a_guard_of_its_own_and_the_judge_is_passed_on():
     ],
     ids=str,
 )
-def test_two_tiers_are_two_places(tmp_path, urls):
+def test_two_tiers_are_two_places_and_none_is_no_storage(tmp_path, urls):
+    with pytest.raises(ConfigError, match="no storage is named"):
+        open_storage([], label=LABEL, description="model A")
     (tmp_path / "link").symlink_to(tmp_path / "store")
     for call in (check_storage, open_storage):
         with pytest.raises(ConfigError, match="is the same place as") as refusal:
             call([url.format(tmp_path) for url in urls], label=LABEL, description="model A")
         assert "\n" not in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
-
-
-def test_no_url_at_all_is_no_storage():
-    with pytest.raises(ConfigError, match="no storage is named"):
-        open_storage([], label=LABEL, description="model A")
 
 
 def test_if_one_of_several_cannot_be_used_nothing_is_touched_and_nothing_stays_open(tmp_path):
@@ -247,44 +216,26 @@ def test_if_the_second_of_several_cannot_be_opened_the_first_is_closed(monkeypat
     ("text", "size_bytes"),
     [
         ("0", 0),
-        ("1024", 1024),
         ("1024B", 1024),
         ("512MB", 512_000_000),
         ("10GiB", 10 << 30),
         ("1.5GiB", 3 << 29),
-        (" 2 tib ", 2 << 40),
         ("0.1KB", 100),
         ("1.9999", 1),
-        ("3PiB", 3 << 50),
     ],
 )
 def test_sizes_are_read_as_people_write_them(text, size_bytes):
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize(
-    "text", ["", "-1", "+1", "GiB", "1e9", "1.", ".5", "1,5GiB", "1GiBs", "10G", "٣", "nan", "9" * 30]
-)
+@pytest.mark.parametrize("text", ["", "-1", "+1", "GiB", "1e9", "1.", "1,5GiB", "10G", "٣", "9" * 30])
 def test_what_is_not_a_size_is_refused(text):
     with pytest.raises(ConfigError, match="is not a size"):
         parse_size(text)
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (3 << 29, "1.5 GiB"),
-        ((1 << 20) - 1, "1 MiB"),
-        (5 << 60, "5120 PiB"),
-    ],
-)
-def test_sizes_are_written_for_people(size_bytes, text):
-    assert format_size(size_bytes) == text
-
-
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 60))
 def test_a_size_that_was_written_reads_back_to_a_tenth_of_its_unit(size_bytes):
+    assert (format_size(0), format_size(3 << 29), format_size((1 << 20) - 1)) == ("0 B", "1.5 GiB", "1 MiB")
     assert abs(parse_size(format_size(size_bytes)) - size_bytes) <= max(size_bytes, 1) * 0.06

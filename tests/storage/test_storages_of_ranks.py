@@ -1,11 +1,11 @@
 """Four ranks of one server on each kind of storage, which takes the place of another one while they answer."""
 
-import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,11 +13,8 @@ from hf3fs_mounts import Bindfs
 from hf3fs_server import end_servers
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, own_network, require_mooncake
 
-from demos import FAMILIES, run_demo
 from kvarve import demo
 from kvarve.served import served
-from kvarve.storage.urls import shown
-from kvarve.testing.models import save_checkpoint, tiny_model
 
 pytestmark = pytest.mark.long
 ANSWER_S = 300.0  # for one answer, on a slow machine
@@ -43,8 +40,39 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
                 yield f"file://{tmp_path}/other?capacity=256MiB"
 
 
-def asked(client: demo.Client, number: int, read_cache: bool = True) -> demo.Answer:
-    return client.chat([{"role": "user", "content": f"{number}: {STORY * 60}"}], 4, read_cache)
+class Client(demo.Client):
+    """With the key of an admin."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._http.headers["Authorization"] = "Bearer the-admin"
+
+    def asked(self, number: int, read_cache: bool = True) -> demo.Answer:
+        return self.chat([{"role": "user", "content": f"{number}: {STORY * 60}"}], 4, read_cache)
+
+    def storage(self) -> Any:
+        return self._http.get("/admin/storage").json()
+
+    def change(self, storage: str | None) -> None:
+        """Attach it in place of the present one, or (None) detach that, on all ranks."""
+        before, body = self.storage(), None if storage is None else {"url": storage}
+        answer = self._http.request("DELETE" if body is None else "PUT", "/admin/storage", json=body)
+        assert answer.status_code == httpx.codes.OK, answer.text
+        now = answer.json()
+        assert now["attached"] == (storage is not None) and now.get("url") == storage
+        assert now.get("previous_closed", False) == before["attached"], "it has not let the one before go"
+
+    def is_warm(self, expected: list[str]) -> bool:
+        """All answers come from storage, and are right."""
+        answers = [self.asked(number) for number in range(len(expected))]
+        assert [answer.text for answer in answers] == expected
+        return all(answer.by_tier["storage"] >= 0.8 * answer.prompt for answer in answers)
+
+    def is_warm_once_stored(self, expected: list[str]) -> bool:
+        for number in range(len(expected)):
+            self.asked(number)
+        self.flush("device,host")
+        return self.is_warm(expected)
 
 
 @pytest.mark.timeout(1800)
@@ -54,10 +82,10 @@ def test_a_storage_that_replaces_files_under_traffic_serves_all_ranks_and_those_
 ) -> None:
     over, answered = threading.Event(), [threading.Semaphore(0) for _ in range(3)]
 
-    def repeated(client: demo.Client, number: int) -> list[str]:
+    def repeated(client: Client, number: int) -> list[str]:
         texts = []
         while not over.is_set():
-            texts.append(asked(client, number).text)
+            texts.append(client.asked(number).text)
             answered[number].release()
         return texts
 
@@ -69,70 +97,28 @@ def test_a_storage_that_replaces_files_under_traffic_serves_all_ranks_and_those_
             assert each.acquire(timeout=ANSWER_S) and each.acquire(timeout=ANSWER_S), "no answer comes"
 
     @contextmanager
-    def serving(storage: str) -> Iterator[demo.Client]:
+    def serving(storage: str) -> Iterator[Client]:
         words = ["--tp", "4", "--admin-key", "the-admin", "--prefetch-policy", "wait_complete", "--storage", storage]
-        with served(words, tmp_path, tmp_path / "log") as url, closing(demo.Client(url)) as client:
-            client._http.headers["Authorization"] = "Bearer the-admin"
+        with served(words, tmp_path, tmp_path / "log") as url, closing(Client(url)) as client:
             yield client
 
     files = f"file://{tmp_path}/first?capacity=256MiB"
     with serving(files) as client:
-        expected = [asked(client, number, read_cache=False).text for number in range(4)]
-        _serves(client, expected)
+        expected = [client.asked(number, read_cache=False).text for number in range(4)]
+        assert client.is_warm_once_stored(expected)
         with ThreadPoolExecutor(3) as clients:
             traffic = [clients.submit(repeated, client, number) for number in range(3)]
             try:
                 all_go_on()
                 for storage in (place, None, files, place):
-                    _changed(client, storage)
+                    client.change(storage)
                     all_go_on()
             finally:
                 over.set()
             for number, each in enumerate(traffic):
                 assert {*each.result()} == {expected[number]}
-        _serves(client, expected)
-        now = client._http.get("/admin/storage").json()
+        assert client.is_warm_once_stored(expected)
+        now = client.storage()
         assert now["up"] and now["pages"]["failed"] == now["pages"]["bad"] == 0
     with serving(place) as client:
-        for number, text in enumerate(expected):
-            _came_from_storage(asked(client, number), text)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("place", ["file", "hf3fs", "mooncake"], indirect=True)
-def test_a_demo_of_four_ranks_is_warm_from_each_kind_of_storage_with_the_cold_answers(
-    place: str, tmp_path: Path
-) -> None:
-    save_checkpoint(tiny_model("qwen3_5", **FAMILIES["qwen3_5"]), tmp_path / "model")
-    words = ("--model", str(tmp_path / "model"), "--tp", "4", "--context-tokens", "600", "--storage", place)
-    report = run_demo(tmp_path / "out", *words, timeout_s=1700)
-    assert report["tp"] == 4
-    log = (tmp_path / "out" / "demo-server.log").read_text()
-    assert len(re.findall(rf"^ +storage +{re.escape(shown(place))}", log, re.MULTILINE)) == 2, "of both servers"
-
-
-def _changed(client: demo.Client, storage: str | None) -> None:
-    """The storage has been attached in place of the present one, or (None) that one detached, on all ranks."""
-    before = client._http.get("/admin/storage").json()
-    if storage is None:
-        answer = client._http.delete("/admin/storage")
-    else:
-        answer = client._http.put("/admin/storage", json={"url": storage})
-    assert answer.status_code == httpx.codes.OK, answer.text
-    now = answer.json()
-    assert now["attached"] == (storage is not None) and now.get("url") == storage
-    assert now.get("previous_closed", False) == before["attached"], "it has not let the one before go"
-
-
-def _serves(client: demo.Client, expected: list[str]) -> None:
-    """All answers come from storage, and are right."""
-    for number in range(4):
-        asked(client, number)
-    client.flush("device,host")
-    for number, text in enumerate(expected):
-        _came_from_storage(asked(client, number), text)
-
-
-def _came_from_storage(answer: demo.Answer, text: str) -> None:
-    assert answer.text == text
-    assert answer.by_tier["storage"] >= 0.8 * answer.prompt
+        assert client.is_warm(expected)

@@ -1,9 +1,9 @@
 """Tiers are one storage: the first that can answers, the others get copies, and no wrong object is read."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
+from light import light
 from memories import in_memory, over_memories
 from tier_rows import LONG_S, ROOM, MakeRow, Row, page, read
 
@@ -13,11 +13,15 @@ from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.testing import FaultyStorage, MakeStorage, Rule, StorageSuite
 from kvarve.testing.suite import Damage, get, put, there
 
-# --- a storage like any other
 
-
+@light
 class TestTiers(StorageSuite):
-    @pytest.fixture(params=["two", "two that promote", "three", "with a dead one behind"])
+    @pytest.fixture(
+        params=[
+            "two that promote",
+            *(pytest.param(it, marks=pytest.mark.long) for it in ("two", "three", "with a dead one behind")),
+        ]
+    )
     def make_storage(self, request: pytest.FixtureRequest) -> Iterator[MakeStorage]:
         kind = request.param
 
@@ -40,9 +44,6 @@ class TestTiers(StorageSuite):
         assert storage.settle(LONG_S)
 
 
-# --- touch
-
-
 def test_a_touch_is_a_use_in_every_tier_that_answers(make_row: MakeRow) -> None:
     row = make_row([120, 120, 120])
     for name in "abc":
@@ -55,15 +56,44 @@ def test_a_touch_is_a_use_in_every_tier_that_answers(make_row: MakeRow) -> None:
         assert there(sick.inner, *"abcd") == "a c d"
 
 
-# --- put
-
-
-def test_what_is_put_is_carried_to_every_tier(row: Row) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_tier_that_was_down_gets_its_backlog(row: Row, number: int) -> None:
+    row.go_down(number)
     assert row.put("a", "b") == [True, True]
-    assert row.has(0, "a", "b") == "a b"
+    assert row.storage.up
+    assert read(row.storage, "a") == page("a")
+    row.settle()
+    assert row.has(number, "a", "b") == ""
+    assert row.storage.counts["backlog: down"] == 2 == row.storage.parts()[number].backlog
+    row.storage.delete(["b"])
+    row.come_up(number)
+    row.settle()
+    assert row.has(number, "a", "b") == "a"
+    assert [part.backlog for part in row.storage.parts()] == [0, 0]
+
+
+def test_of_a_backlog_the_oldest_name_is_dropped_if_it_is_too_long_and_those_that_are_gone(make_row: MakeRow) -> None:
+    row = make_row((80, ROOM), backlog=2)
+    row.go_down(1)
+    row.put("a", "b")
+    row.put("c")  # the near tier evicts "b" for it, and "a" is the oldest of the backlog
+    assert row.storage.counts["dropped: backlog full"] == 1
+    row.come_up(1)
+    row.settle()
+    assert row.has(1, *"abc") == "c"
+    assert row.storage.counts["dropped: gone from all tiers"] == 1
+
+
+def test_a_copy_that_raises_joins_the_backlog_until_another_goes_through(make_row: MakeRow) -> None:
+    row = make_row(failures=3)
+    row.sick[1].rules = [Rule("raise", "put", nth=1)]
+    row.put("a")
+    row.settle()
+    assert row.breakers[1].up
+    assert (row.has(1, "a"), row.storage.counts["backlog: down"]) == ("", 1)
+    row.put("b")
     row.settle()
     assert row.has(1, "a", "b") == "a b"
-    assert row.storage.counts["copied"] == 2
 
 
 def test_a_far_tier_that_hangs_delays_no_call(row: Row) -> None:
@@ -136,63 +166,6 @@ def test_the_callers_buffer_is_the_callers_again_after_the_put(row: Row) -> None
     assert get(row.sick[1].inner, "a") == page("a")
 
 
-def test_a_tier_that_was_down_gets_its_backlog(row: Row) -> None:
-    row.go_down(1)
-    row.put("a", "b")
-    row.settle()
-    assert row.has(1, "a", "b") == ""
-    assert row.storage.counts["backlog: down"] == 2
-    assert [part.backlog for part in row.storage.parts()] == [0, 2]
-    row.come_up(1)
-    row.settle()
-    assert row.has(1, "a", "b") == "a b"
-    assert [part.backlog for part in row.storage.parts()] == [0, 0]
-
-
-def test_the_first_tier_has_a_backlog_as_any_other(row: Row) -> None:
-    row.go_down(0)
-    assert row.put("a") == [True]
-    assert row.storage.up
-    assert read(row.storage, "a") == page("a")
-    row.come_up(0)
-    row.settle()
-    assert row.has(0, "a") == "a"
-
-
-def test_a_copy_that_raises_joins_the_backlog_until_another_goes_through(make_row: MakeRow) -> None:
-    row = make_row()
-    row.breakers[1]._failures = 3
-    row.sick[1].rules = [Rule("raise", "put", nth=1)]
-    row.put("a")
-    row.settle()
-    assert row.breakers[1].up
-    assert (row.has(1, "a"), row.storage.counts["backlog: down"]) == ("", 1)
-    row.put("b")
-    row.settle()
-    assert row.has(1, "a", "b") == "a b"
-
-
-def test_of_a_backlog_that_is_too_long_the_oldest_name_is_dropped(make_row: MakeRow) -> None:
-    row = make_row(backlog=2)
-    row.go_down(1)
-    row.put("a", "b", "c")
-    assert row.storage.counts["dropped: backlog full"] == 1
-    row.come_up(1)
-    row.settle()
-    assert row.has(1, "a", "b", "c") == "b c"
-
-
-def test_what_is_gone_leaves_the_backlog(make_row: MakeRow) -> None:
-    row = make_row((80, ROOM))
-    row.go_down(1)
-    row.put("a", "b")
-    row.put("c")  # "b" is evicted for it
-    row.come_up(1)
-    row.settle()
-    assert row.has(1, "a", "b", "c") == "a c"
-    assert row.storage.counts["dropped: gone from all tiers"] == 1
-
-
 def test_a_backlog_is_not_served_from_a_damaged_copy(make_row: MakeRow) -> None:
     row = make_row((ROOM, ROOM, ROOM))
     row.go_down(2)
@@ -238,16 +211,12 @@ def test_what_one_tier_has_no_room_for_another_takes(make_row: MakeRow) -> None:
     row.settle()
     assert (row.has(0, "a"), row.has(1, "a")) == ("", "a")
     assert [part.backlog for part in row.storage.parts()] == [0, 0]
-    full = make_row((30, 30))
-    assert full.put("a") == [False]
-
-
-def test_a_far_tier_without_space_has_no_backlog(make_row: MakeRow) -> None:
-    row = make_row((ROOM, 30))
-    assert row.put("a") == [True]
-    row.settle()
-    assert row.storage.counts["dropped: no space"] == 1
-    assert [part.backlog for part in row.storage.parts()] == [0, 0]
+    assert make_row((30, 30)).put("a") == [False]
+    far = make_row((ROOM, 30))
+    assert far.put("a") == [True]
+    far.settle()
+    assert far.storage.counts["dropped: no space"] == 1
+    assert [part.backlog for part in far.storage.parts()] == [0, 0]
 
 
 def test_a_put_raises_when_every_tier_does_and_is_a_miss_when_all_are_down(row: Row) -> None:
@@ -264,9 +233,6 @@ def test_a_put_raises_when_every_tier_does_and_is_a_miss_when_all_are_down(row: 
     assert row.put("a") == [True]
 
 
-# --- get
-
-
 def test_what_only_the_far_tier_has_is_found_and_promoted(row: Row) -> None:
     put(row.sick[1].inner, a=page("a"), c=page("c"))
     put(row.sick[0].inner, b=page("b"))
@@ -280,47 +246,31 @@ def test_what_only_the_far_tier_has_is_found_and_promoted(row: Row) -> None:
     assert row.sick[1].counts["get"] == asked
 
 
-def test_without_a_judge_nothing_is_promoted(make_row: MakeRow) -> None:
-    row = make_row(whole=None)
-    put(row.sick[1].inner, a=page("a"))
-    assert read(row.storage, "a") == page("a")
+@pytest.mark.parametrize(
+    ("how", "data"), [({"whole": None}, page("a")), ({}, b"?" * 40)], ids=["without a judge", "not whole"]
+)
+def test_what_is_not_known_to_be_whole_is_not_promoted(make_row: MakeRow, how: dict[str, None], data: bytes) -> None:
+    row = make_row(**how)
+    put(row.sick[1].inner, a=data)
+    assert read(row.storage, "a") == data, "the caller decides for itself, and deletes it"
     row.settle()
     assert row.has(0, "a") == ""
 
 
-def test_what_is_not_whole_is_not_promoted(row: Row) -> None:
-    put(row.sick[1].inner, a=b"?" * 40)
-    assert read(row.storage, "a") == b"?" * 40, "the caller decides for itself, and deletes it"
-    row.settle()
-    assert row.has(0, "a") == ""
-
-
-def test_a_near_tier_that_hangs_is_no_place_to_promote_to(make_row: MakeRow) -> None:
+def test_a_near_tier_that_is_behind_or_down_is_no_place_to_promote_to(make_row: MakeRow) -> None:
     row = make_row(waiting_bytes=40)
     put(row.sick[1].inner, a=page("a"), b=page("b"), c=page("c"))
-    row.sick[0].rules = [Rule("lose")]
-    event = threading.Event()
-    stalled, real = threading.Event(), row.sick[0].put
-
-    def slow(names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        stalled.set()
-        assert event.wait(LONG_S)
-        return real(names, data)
-
-    row.sick[0].put = slow  # type: ignore[method-assign]
+    row.sick[0].stall("put")
     assert read(row.storage, "a") == page("a")
-    assert stalled.wait(LONG_S)
+    row.sick[0].wait_for_stalled_call()
     assert read(row.storage, "b") == page("b")
     assert read(row.storage, "c") == page("c")
     assert row.storage.counts["promotion dropped: behind"] == 1
-    event.set()
+    row.sick[0].release()
     row.settle()
-
-
-def test_nothing_is_promoted_to_a_tier_that_is_down(row: Row) -> None:
-    put(row.sick[1].inner, a=page("a"))
+    assert row.has(0, *"abc") == "a b"
     row.go_down(0)
-    assert read(row.storage, "a") == page("a")
+    assert read(row.storage, "c") == page("c")
     assert row.storage.counts["promotion dropped: down"] == 1
 
 
@@ -332,29 +282,6 @@ def test_a_damaged_copy_is_read_from_the_next_tier_and_mended_where_it_lay(row: 
     assert read(row.storage, "a") == page("a")
     row.settle()
     assert get(row.sick[0].inner, "a") == page("a")
-
-
-def test_of_two_damaged_copies_the_nearer_is_answered_and_the_buffers_end_stays(row: Row) -> None:
-    put(row.sick[0].inner, a=b"near")
-    put(row.sick[1].inner, a=b"far away")
-    buffer = bytearray(b".......")
-    assert row.storage.get(["a"], [memoryview(buffer)]) == [4]
-    assert buffer == b"near..."
-
-
-def test_a_tier_that_raises_is_passed_by(row: Row) -> None:
-    row.put("a")
-    row.settle()
-    row.sick[0].dead = True
-    assert read(row.storage, "a") == page("a")
-    assert not row.breakers[0].up
-    row.sick[1].dead = True
-    assert read(row.storage, "a") is None
-    row.come_up(0)
-    row.come_up(1)
-    row.sick[0].dead = row.sick[1].dead = True
-    with pytest.raises(StorageError):
-        read(row.storage, "a")
 
 
 def test_what_is_dropped_comes_back_from_no_tier(row: Row) -> None:

@@ -12,20 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from tier_rows import LONG_S, ROOM, MakeRow, Row, page, read, whole
 
-from kvarve.errors import ConfigError, StorageError
+from gates import Gate
+from kvarve.errors import StorageError
 from kvarve.regions import HostRegion
 from kvarve.storage import MemoryStorage, Storage, StorageUsage
 from kvarve.testing import Rule
 from kvarve.testing.suite import get, put
-
-# --- delete
-
-
-def test_what_is_deleted_is_gone_from_all(row: Row) -> None:
-    row.put("a", "b")
-    row.settle()
-    assert row.storage.delete(["a", "x"]) == [True, False]
-    assert [row.has(number, "a", "b") for number in range(2)] == ["b", "b"]
 
 
 def test_what_is_deleted_before_it_was_carried_is_not_carried(row: Row) -> None:
@@ -42,57 +34,44 @@ def test_what_is_deleted_before_it_was_carried_is_not_carried(row: Row) -> None:
     assert row.storage.counts["copied"] == 2
 
 
-def test_an_object_that_is_deleted_in_flight_is_hidden_and_removed_when_it_has_arrived(row: Row) -> None:
-    arrived, go_on, real = threading.Event(), threading.Event(), row.sick[1].put
+def slow_puts(row: Row, number: int) -> tuple[Gate, Gate]:
+    """Gates before and after a put of one tier."""
+    real, before, after = row.sick[number].put, Gate(), Gate()
 
     def slow(names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        assert go_on.wait(LONG_S)
+        before()
         stored = real(names, data)
-        arrived.set()
-        assert leave.wait(LONG_S)
+        after()
         return stored
 
-    leave = threading.Event()
-    row.sick[1].put = slow  # type: ignore[method-assign]
+    row.sick[number].put = slow  # type: ignore[method-assign]
+    return before, after
+
+
+def test_an_object_that_is_deleted_in_flight_is_hidden_and_removed_when_it_has_arrived(row: Row) -> None:
+    before, after = slow_puts(row, 1)
     row.put("a")
-    while row.storage._replicators[1].in_flight != {"a"}:
-        row.storage.settle(0.001)
+    assert before.begun.wait(LONG_S)
     assert row.storage.delete(["a"]) == [True]
-    go_on.set()
-    assert arrived.wait(LONG_S)
+    before.may_end.set()
+    assert after.begun.wait(LONG_S)
     assert row.has(1, "a") == "a"
     assert row.storage.exists(["a"]) == [False]
     assert read(row.storage, "a") is None
     assert row.storage.delete(["a"]) == [False]
     put(row.storage, a=page("another", 40))
-    leave.set()
+    after.may_end.set()
     row.settle()
     assert get(row.sick[1].inner, "a") == page("another", 40)
 
 
-def test_what_is_deleted_leaves_the_backlog(row: Row) -> None:
-    row.go_down(1)
-    row.put("a", "b")
-    row.storage.delete(["a"])
-    row.come_up(1)
-    row.settle()
-    assert row.has(1, "a", "b") == "b"
-
-
 def test_a_put_that_a_delete_overtakes_is_not_carried_on(row: Row) -> None:
-    stored, go_on, real = threading.Event(), threading.Event(), row.sick[0].put
-
-    def slow(names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        answers = real(names, data)
-        stored.set()
-        assert go_on.wait(LONG_S)
-        return answers
-
-    row.sick[0].put = slow  # type: ignore[method-assign]
+    before, after = slow_puts(row, 0)
+    before.may_end.set()
     putting = row.callers.submit(row.put, "a")
-    assert stored.wait(LONG_S)
+    assert after.begun.wait(LONG_S)
     assert row.storage.delete(["a"]) == [True]
-    go_on.set()
+    after.may_end.set()
     assert putting.result(LONG_S) == [True]
     row.settle()
     assert [row.has(number, "a") for number in range(2)] == ["", ""]
@@ -110,10 +89,7 @@ def test_a_delete_that_one_tier_cannot_do_is_done_in_the_others(row: Row) -> Non
         row.storage.delete(["a"])
 
 
-# --- the whole
-
-
-def test_each_tier_can_be_looked_at(make_row: MakeRow) -> None:
+def test_each_tier_can_be_looked_at_also_while_one_hangs(make_row: MakeRow) -> None:
     row = make_row((ROOM, 1000))
     row.put("a")
     row.settle()
@@ -121,48 +97,34 @@ def test_each_tier_can_be_looked_at(make_row: MakeRow) -> None:
     row.settle()
     assert row.storage.usage() == StorageUsage(1, 40, ROOM, 0)
     assert [part.usage for part in row.storage.parts()] == [StorageUsage(1, 40, ROOM, 0), StorageUsage(1, 40, 1000, 0)]
+    row.sick[1].stall()
+    assert [part.usage.objects for part in row.storage.parts()] == [1, 1]
+    row.sick[1].release()
+    row.settle()
     row.go_down(1)
     assert [part.up for part in row.storage.parts()] == [True, False]
     assert row.storage.last_error == "tier 1: exists: injected: the backend is dead, exists did 0 of 1"
     assert row.storage.since == row.breakers[1].since
 
 
-def test_a_tier_that_hangs_does_not_delay_the_status(row: Row) -> None:
-    row.put("a")
-    row.settle()
-    row.storage.parts()
-    row.settle()
-    row.sick[1].stall()
-    for _ in range(3):
-        assert [part.usage.objects for part in row.storage.parts()] == [1, 1]
-    row.sick[1].release()
-
-
 def test_closing_carries_what_waits(row: Row) -> None:
-    names = [f"page-{i}" for i in range(50)]
-    row.put(*names)
-    region = row.sick[1].inner._region
+    row.put(*(f"page-{i}" for i in range(50)))
     row.storage.close()
-    assert [*region.objects] == names
+    assert row.storage.counts["copied"] == 50
+    assert row.is_closed(0) and row.is_closed(1)
 
 
 def test_closing_leaves_a_tier_that_hangs_and_closes_the_others(make_row: MakeRow) -> None:
     row = make_row(close_s=0.01)
-    row.breakers[1]._close_s = 0.01
     row.sick[1].stall()
     row.put("a")
     row.sick[1].wait_for_stalled_call()
     row.put("b")
     row.storage.close()
-    assert row.sick[0].inner._region is None
-    assert row.sick[1].inner._region is not None
+    assert row.is_closed(0) and not row.is_closed(1)
     assert row.storage.counts["dropped: closed"] == 1
     with pytest.raises(StorageError, match="closed"):
         row.put("c")
-    row.sick[1].release()
-    for replicator in row.storage._replicators:
-        replicator.thread.join(LONG_S)
-    row.breakers[1]._close_s = LONG_S
 
 
 def test_closing_closes_all_even_if_one_cannot(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,14 +134,7 @@ def test_closing_closes_all_even_if_one_cannot(row: Row, monkeypatch: pytest.Mon
     monkeypatch.setattr(row.sick[0], "close", failing)
     with pytest.raises(StorageError, match="the last sync failed"):
         row.storage.close()
-    assert row.sick[1].inner._region is None
-
-
-def test_a_name_that_cannot_be_is_refused_though_all_are_down(row: Row) -> None:
-    row.go_down(0)
-    row.go_down(1)
-    with pytest.raises(ConfigError, match="cannot name"):
-        row.storage.exists(["a/b"])
+    assert row.is_closed(1)
 
 
 def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() -> None:
@@ -190,10 +145,7 @@ def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() ->
     class History(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            self.row = Row((200, 300, 400))
-            for breaker in self.row.breakers:
-                breaker._pause, breaker._probe_first_s, breaker._probe_s = threading.Event.wait, 0.0005, 0.0005
-                breaker._probe_most_s = 0.001
+            self.row = Row((200, 300, 400), probes=True)
             self.put_once: set[str] = set()
 
         @rule(batch=st.lists(names, max_size=4))
@@ -251,10 +203,8 @@ def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() ->
             try:
                 for number in range(3):
                     self.get_well(number)
-                while not all(breaker.up for breaker in self.row.breakers):
-                    self.row.told.get(timeout=LONG_S)
+                self.row.recover()
                 all_names = [f"page-{i}" for i in range(8)]
-                self.row.settle()
                 self.row.storage.delete(all_names)
                 self.row.settle()
                 assert [self.row.has(number, *all_names) for number in range(3)] == ["", "", ""]
@@ -262,23 +212,18 @@ def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() ->
                 self.row.settle()
                 assert [self.row.has(number, "page-0", "page-1") for number in range(3)] == ["page-0 page-1"] * 3
                 assert all(part.waiting_bytes == part.backlog == 0 for part in self.row.storage.parts())
-                assert not any(
-                    replicator.deleted_in_flight or replicator.in_flight for replicator in self.row.storage._replicators
-                )
+
             finally:
                 self.row.close()
 
     run_state_machine_as_test(
-        History, settings=settings(max_examples=60, stateful_step_count=30, deadline=None, print_blob=True)
+        History, settings=settings(max_examples=12, stateful_step_count=30, deadline=None, print_blob=True)
     )
 
 
 def test_threads_on_failing_tiers_get_what_was_put_or_nothing() -> None:
     seed = 11
-    row = Row((2000, 4000))
-    for breaker in row.breakers:
-        breaker._pause, breaker._probe_s = threading.Event.wait, 0.0005
-        breaker._probe_first_s, breaker._probe_most_s = 0.0005, 0.001
+    row = Row((2000, 4000), probes=True)
     for sick in row.sick:
         sick.rules = [Rule("raise", call, probability=0.05) for call in ("exists", "get", "put", "delete")]
         sick.rules += [Rule("flip", probability=0.05), Rule("truncate", probability=0.05)]
@@ -287,7 +232,7 @@ def test_threads_on_failing_tiers_get_what_was_put_or_nothing() -> None:
     def work(worker: int) -> None:
         luck = random.Random(seed * 1000 + worker)
         start.wait()
-        for _ in range(150):
+        for _ in range(50):
             name = f"page-{luck.randrange(60)}"
             try:
                 row.put(name, f"page-{luck.randrange(60)}")
@@ -305,9 +250,7 @@ def test_threads_on_failing_tiers_get_what_was_put_or_nothing() -> None:
             ended.result(LONG_S)
     for sick in row.sick:
         sick.rules = []
-    while not all(breaker.up for breaker in row.breakers):
-        row.told.get(timeout=LONG_S)
-    row.settle()
+    row.recover()
     names = [f"page-{i}" for i in range(60)]
     row.storage.delete(names)
     row.storage.parts()

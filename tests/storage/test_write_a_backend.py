@@ -1,14 +1,15 @@
 """The example of docs/write-a-backend.md, installed as a package as it stands on the page, passes the suite."""
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from light import light
+from packages import installed
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage import check_storage, open_storage, urls
+from kvarve.storage import check_storage, open_storage
 from kvarve.testing.suite import LABEL, get, put
 
 PAGE = (Path(__file__).parents[2] / "docs" / "write-a-backend.md").read_text()
@@ -18,25 +19,14 @@ BACKEND, TESTS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.D
 
 @pytest.fixture(scope="module", autouse=True)
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The page's package, where this process and its children find it."""
-    folder = tmp_path_factory.mktemp("package")
-    (folder / "kvarve_sqlite.py").write_text(BACKEND)
-    about = folder / "kvarve_sqlite-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvarve-sqlite\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(f"[kvarve.storage]\n{POINT.replace(chr(34), '')}\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        patch.setenv("PYTHONPATH", f"{folder}:{':'.join(path for path in sys.path if path.endswith('src'))}")
-        urls._entry_points.cache_clear()
+    with installed(tmp_path_factory.mktemp("package"), "kvarve_sqlite", POINT.replace('"', ""), BACKEND):
         yield
-    urls._entry_points.cache_clear()
-    sys.modules.pop("kvarve_sqlite", None)
 
 
 # The page's backend is above the page's tests, as in one file.
 exec(compile(BACKEND, "docs/write-a-backend.md", "exec"))
 exec(compile(TESTS, "docs/write-a-backend.md", "exec"))
+light(globals()["TestSqliteStorage"])
 
 
 def test_its_url_opens_it(tmp_path: Path) -> None:

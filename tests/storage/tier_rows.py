@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from gates import threads
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, MemoryStorage, Storage, Tiers
 from kvarve.testing import FaultyStorage
@@ -35,21 +36,38 @@ def read(storage: Storage, name: str, size_bytes: int = 40) -> bytes | None:
 
 
 class Row:
-    """Tiers that fail as told, each behind a breaker that opens at the first failure and probes when told."""
+    """Tiers that fail as told, each behind a breaker that opens at the first failure and probes when told.
 
-    def __init__(self, capacities: Sequence[int] = (ROOM, ROOM), **more: object) -> None:
+    `probes`: it probes by itself, and soon.
+    """
+
+    def __init__(
+        self,
+        capacities: Sequence[int] = (ROOM, ROOM),
+        *,
+        failures: int = 1,
+        close_s: float = 5.0,
+        probes: bool = False,
+        **more: object,
+    ) -> None:
         self.before = {*threading.enumerate()}
         self.sick = [FaultyStorage(MemoryStorage(size, LABEL, "model A"), stall_limit_s=LONG_S) for size in capacities]
         self.pauses = [queue.Queue[threading.Event]() for _ in capacities]
         self.told: queue.Queue[bool] = queue.Queue()
+        soon = {"probe_first_s": 0.0005, "probe_most_s": 0.001}
         self.breakers = [
-            Breaker(sick, deadline_s=LONG_S, failures=1, close_s=1.0, pause=self._pause(pauses))
+            Breaker(
+                sick,
+                deadline_s=LONG_S,
+                failures=failures,
+                close_s=close_s,
+                **(soon if probes else {"pause": self._pause(pauses)}),  # type: ignore[arg-type]
+            )
             for sick, pauses in zip(self.sick, self.pauses, strict=True)
         ]
-        self.storage = Tiers(
-            self.breakers,
-            **({"whole": whole, "changed": lambda: self.told.put(self.storage.up), "patience_s": LONG_S} | more),
-        )
+        told = {"whole": whole, "changed": lambda: self.told.put(self.storage.up), "patience_s": LONG_S}
+        self.storage = Tiers(self.breakers, close_s=close_s, **(told | more))  # type: ignore[arg-type]
+        self.replicators = [thread for thread in threads("kvarve replicates") if thread not in self.before]
         self.callers = ThreadPoolExecutor(4)
         self.settle()
 
@@ -93,10 +111,25 @@ class Row:
         self.sick[number].wait_for_stalled_call()
         return hanging
 
+    def recover(self) -> None:
+        """Wait until tiers that probe by themselves, and fail no more, are up and have what they lack."""
+        while not all(breaker.up for breaker in self.breakers):
+            self.told.get(timeout=LONG_S)
+        self.settle()
+
+    def is_closed(self, number: int) -> bool:
+        try:
+            self.sick[number].inner.usage()
+        except StorageError as error:
+            return "closed" in str(error)
+        return False
+
     def close(self) -> None:
         for sick in self.sick:
             sick.release()
         self.storage.close()
+        for thread in self.replicators:
+            thread.join(LONG_S)
         self.callers.shutdown()
 
 
