@@ -385,3 +385,38 @@ def test_a_bug_below_is_trouble_and_where_no_thread_is_to_be_had_that_probes_the
         assert "ZeroDivisionError" in ward.storage.last_error
     ward.probe()
     assert ward.turn() is True
+
+
+@pytest.mark.long
+def test_many_threads_through_many_turns_leave_it_up_and_nothing_in_flight() -> None:
+    sick = FaultyStorage(MemoryStorage(1 << 20, LABEL, "model A"), seed=5)
+    sick.rules = [Rule("raise", call, probability=0.3) for call in ("exists", "get", "put")]
+    turns: queue.Queue[bool] = queue.Queue()
+    storage = Breaker(
+        sick, deadline_s=DEADLINE_S, changed=lambda: turns.put(True), probe_first_s=0.0001, probe_most_s=0.001
+    )
+    start = threading.Barrier(8, timeout=LONG_S)
+
+    def work(worker: int) -> int:
+        start.wait()
+        raised = 0
+        for turn in range(200):
+            name = f"page-{(worker + turn) % 16}"
+            data = name.encode() * 10
+            try:
+                storage.exists([name])
+                put(storage, **{name: data})
+                assert get(storage, name) in (None, data)
+            except StorageError:
+                raised += 1
+        return raised
+
+    with ThreadPoolExecutor(8) as callers:
+        raised = sum(ended.result(LONG_S) for ended in [callers.submit(work, i) for i in range(8)])
+    assert storage.counts["raised"] == raised
+    sick.rules = []
+    while not storage.up:
+        turns.get(timeout=LONG_S)
+    assert storage.counts["went down"] == storage.counts["came up"] > 0
+    assert not storage._in_flight
+    storage.close()

@@ -1,6 +1,7 @@
 """The metadata server of a machine: it is started when needed, killed, stopped, raced for, lied to and starved."""
 
 import os
+import random
 import signal
 import socket
 import stat
@@ -23,7 +24,7 @@ from processes import until
 import forks
 from kvarve.errors import StorageError
 from kvarve.storage import deadline
-from kvarve.storage.hf3fs.metadata import STORE_FILE, Metadata, open_metadata
+from kvarve.storage.hf3fs.metadata import STORE_FILE, Metadata, Slot, open_metadata
 from kvarve.storage.hf3fs.metadata.calls import CALLS, BadCall, answer
 from kvarve.storage.hf3fs.metadata.frames import HEADER_BYTES, pack, read_header, read_rest
 from kvarve.storage.hf3fs.metadata.server import MOST_CONNECTIONS, near
@@ -69,6 +70,50 @@ def test_a_client_of_many_threads_asks_the_next_server_by_new_connections(local:
         assert all(pool.map(work, range(16)))
     local.kill()
     assert metadata.usage().objects == 160
+
+
+@pytest.mark.long
+def test_a_server_killed_in_mid_call_loses_nothing_that_it_answered_and_leaks_no_slot(local: Local) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    some, slots = random.Random(seed), 12
+    metadata, committed = local.open(slots), dict[str, Slot]()
+    metadata.exists(["a"])  # which starts a server
+    may_kill, done = threading.Event(), threading.Event()
+
+    def kill_in_turn() -> None:
+        try:
+            for _ in range(60):
+                may_kill.wait(60)
+                may_kill.clear()
+                local.kill()
+        finally:
+            done.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_in_turn)
+        at = 0
+        while not done.is_set():
+            at += 1
+            if some.random() < 0.1:
+                may_kill.set()
+            names, request = [f"n{at}.{i}" for i in range(some.randint(1, 3))], number()
+            given_ = metadata.reserve(request, names, [K] * len(names), LONG_S)
+            assert all(isinstance(slot, Slot) for slot in given_), "no slot has leaked"
+            assert not {slot[:2] for slot in given_} & {slot[:2] for slot in committed.values()}
+            assert metadata.commit(request, names, given_, [5] * len(names)) == [True] * len(names)
+            committed |= dict(zip(names, given_, strict=True))
+            reader = number()
+            found = metadata.lookup([*committed], reader, LONG_S)
+            assert [each and each.slot for each in found] == [*committed.values()]
+            metadata.release(reader)
+            while len(committed) > slots - 3:
+                name = some.choice([*committed])
+                del committed[name]
+                metadata.delete([name])
+        killing.result()
+    metadata.drop()
+    assert all(store(metadata, *(f"last{i}" for i in range(slots))))
 
 
 def test_a_server_that_stands_still_costs_its_callers_their_deadline_and_answers_nothing_wrong_later(
