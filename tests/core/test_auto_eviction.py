@@ -10,7 +10,7 @@ from kvarve.core.cache import Core
 from kvarve.core.eviction.auto import CANDIDATES, MOST, Auto, Shadow, Shadows
 from kvarve.core.tree import traces_of
 from kvarve.keys import pack, root_key
-from kvarve.testing.world import ATTENTION, STATE, config, prompt
+from kvarve.testing.world import ATTENTION, config, prompt
 
 ROOT = root_key(b"auto")
 
@@ -119,12 +119,6 @@ def test_every_tier_that_has_memory_chooses_for_itself() -> None:
         core = Core(config(ATTENTION, device=16, host=host, eviction="auto"))
         assert core.slot_pools.shadows.keys() == tiers
     assert not Core(config(ATTENTION, device=16, host=64)).slot_pools.shadows, "nobody asked for it"
-
-
-def test_models_with_windows_or_states_stay_with_lru() -> None:
-    core = Core(config(ATTENTION, STATE, device=[64, 12], eviction="auto"))
-    hits(core, scan(2000))
-    assert not core.slot_pools.shadows and order_of(core) == "lru"
 
 
 def test_the_trace_of_a_page_is_the_same_whether_the_tree_knows_it_or_not() -> None:

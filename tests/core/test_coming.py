@@ -92,14 +92,6 @@ def test_a_request_waits_no_longer_than_its_ticket_says() -> None:
     assert lease.ready and lease.boundary == 2, "it continues with the pages that have landed"
 
 
-def test_a_request_waits_no_longer_than_its_patience() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    lease = opened(world, Patience(1.0), (4, 1000.0))
-    for _ in range(40):
-        answer(world, ASK_AGAIN_S)
-    assert lease.ready and lease.boundary == 0
-
-
 def test_pages_beyond_the_ticket_are_not_waited_for() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     world.stock(pack(prompt(4)), missing=0b1000)
@@ -123,14 +115,6 @@ def test_a_scheduler_sleeps_until_it_is_time_to_ask_again() -> None:
     opened(world)
     answer(world)
     assert world.core.patience_ends() == pytest.approx(world.now + ASK_AGAIN_S)
-
-
-def test_a_storage_that_goes_ends_the_wait() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    lease = opened(world)
-    answer(world)
-    world.detach()
-    assert lease.ready and lease.ask_again > 1e9
 
 
 def test_states_that_the_boundary_of_a_ticket_does_not_read_are_not_waited_for() -> None:

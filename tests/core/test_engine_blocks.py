@@ -5,7 +5,6 @@ from itertools import count
 
 import pytest
 
-from kvarve.boundaries import ones
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.outside import EngineCore
 from kvarve.core.settings import CoreConfig
@@ -82,22 +81,6 @@ def test_a_lease_offers_what_the_engine_lacks_for_the_deepest_boundary() -> None
     assert lease.ready and lease.boundary == 6 and lease.from_tiers() == (0, 6, 0)
 
 
-def test_what_the_engine_has_is_not_brought_again() -> None:
-    here = world(ATTENTION, STATE)
-    here.request(prompt(4))
-    lease = here.open(prompt(6))
-    here.claim(lease)
-    assert lease.ready and lease.boundary == 4 and lease.from_tiers() == (4, 0, 0)
-
-
-def test_an_engine_may_decline_and_start_from_what_it_has() -> None:
-    here = world(ATTENTION)
-    saved(here)
-    lease = claimed(here)
-    here.load(lease, decline=True)
-    assert lease.ready and lease.boundary == 0
-
-
 def test_blocks_are_released_only_when_their_copy_has_ended() -> None:
     """A request that was aborted must not free blocks that a copy still writes to."""
     here = world(ATTENTION)
@@ -147,34 +130,9 @@ def test_a_full_host_saves_the_beginning() -> None:
     assert here.core.counters.uncached == 4
 
 
-def test_targets_have_to_be_those_that_are_offered() -> None:
-    here = world(ATTENTION)
-    saved(here)
-    lease = claimed(here)
-    assert isinstance(here.core, EngineCore)
-    with pytest.raises(AssertionError, match="a handle for each page"):
-        here.core.load(lease, [{0: 1}])
-    assert lease.phase is Phase.OFFERED
-
-
 def test_a_core_needs_slots_somewhere() -> None:
     with pytest.raises(ConfigError, match="slots on the device or in the host"):
         CoreConfig((ATTENTION,), {})
-
-
-def test_blocks_stay_in_use_until_a_verified_load_has_been_copied() -> None:
-    here = world(ATTENTION)
-    saved(here)
-    lease = claimed(here)
-    here.load(lease)
-    (op,) = here.flying
-    here.step([here.verify(op)])
-    assert lease.ready and lease.boundary == 6
-    here.close(lease)
-    assert len(+here.blocks.users) == 6
-    here.step([here.end(op)])
-    assert not +here.blocks.users
-    here.drain()
 
 
 @pytest.mark.parametrize("engine_has", [0, 3])
@@ -192,21 +150,6 @@ def test_storage_brings_the_pages_behind_those_that_only_the_engine_has(
     here.load(lease)
     here.settle()
     assert lease.ready and lease.boundary == 6 and here.core.counters.duplicates == 0
-
-
-def test_a_state_at_the_end_of_a_run_that_goes_on_without_one_is_evicted_first() -> None:
-    here = world(ATTENTION, STATE, snapshot_ends=False, snapshot_branches=False)
-    for pages in (4, 5):
-        lease = here.open(prompt(pages), read=False)
-        here.claim(lease)
-        here.forward(lease, pages)
-        here.save(lease, ones(pages), states=False)
-        if pages == 4:
-            here.save(lease, 1 << 3)
-        here.settle()
-    (run,) = [run for run in here.core.slot_pools.runs() if run.tokens]
-    place = here.core.slot_pools.place(Tier.HOST, 1)
-    assert (run.pages, here.core.slot_pools.spare(run, place)) == (5, 1 << 3), "and the laws hold"
 
 
 def test_saving_later_pages_does_not_evict_those_that_they_rest_on() -> None:
@@ -232,14 +175,3 @@ def test_where_prompts_branch_pages_are_kept_though_the_host_is_full_of_ends(poo
         here.evict()
         found.append(here.request(fork(6, talk)).boundary)
     assert found[2:] == [6, 6], "the second prompt shows where they branch"
-
-
-def test_a_prompt_ends_in_pages_that_another_request_has_brought() -> None:
-    here = world(ATTENTION, STATE)
-    short, long = here.start(prompt(4)), here.start(prompt(10))
-    for lease, pages in ((long, 10), (short, 4)):
-        here.forward(lease, pages)
-        here.save(lease, -1)
-        here.settle()
-    (run,) = [run for run in here.core.slot_pools.runs() if run.tokens]
-    assert run.ends == 1 << 3 | 1 << 9

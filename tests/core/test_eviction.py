@@ -17,14 +17,6 @@ def survivors(world: World, seeds: int, pages: int = 2) -> list[int]:
     return [seed for seed in range(seeds) if world.hit(prompt(pages, seed=seed)) == (pages, pages)]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_makes_room(order: str) -> None:
-    world = World(config=config(ATTENTION, STATE, device=[6, 3], host=[8, 4], eviction=order))
-    for seed in range(12):
-        assert world.request(prompt(2, seed=seed)).done == 2
-    world.drain()
-
-
 def test_lru_keeps_what_was_used_last() -> None:
     world = World(config=config(ATTENTION, device=6, eviction="lru"))
     for seed in (0, 1, 2, 0, 3):  # an order by arrival would evict the first
@@ -37,15 +29,6 @@ def test_lfu_keeps_what_was_used_most() -> None:
     for seed in (0, 0, 0, 1, 2, 3, 4):
         world.request(prompt(2, seed=seed))
     assert survivors(world, 5) == [0, 3, 4]
-
-
-def test_lfu_counts_the_use_of_a_shared_beginning() -> None:
-    world = World(config=config(ATTENTION, device=8, eviction="lfu"))
-    for tail in range(4):
-        world.request(prompt(2, extra=0) + [900 + tail] * 5)
-    for seed in range(1, 4):
-        world.request(prompt(2, seed=seed))
-    assert world.hit(prompt(2)) == (2, 2)
 
 
 def test_s3fifo_lets_pages_that_are_used_once_pass_by() -> None:
@@ -137,13 +120,6 @@ def test_a_state_from_which_a_request_has_resumed_stays_as_one_at_an_end_does() 
         world.request(prompt(6, seed=seed))
     assert world.hit(prompt(6)[: 4 * PAGE_TOKENS + 1]) == (4, 4)
     assert world.hit(prompt(6)[: 3 * PAGE_TOKENS + 1]) == (0, 0), "the states beside it have gone"
-
-
-def test_states_inside_of_prompts_stay_while_there_is_room() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[64, 12], snapshot_every=PAGE_TOKENS))
-    world.request(prompt(6))
-    world.request(prompt(6, seed=1))
-    assert [world.hit(prompt(6)[: pages * PAGE_TOKENS + 1])[0] for pages in range(1, 7)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_end_of_a_prompt_stays_when_its_conversation_has_gone_on() -> None:

@@ -88,24 +88,6 @@ def test_a_shared_beginning_has_the_hits_of_all_that_go_on_from_it() -> None:
     assert world.core.hottest(1) == [shared]
 
 
-def test_another_salt_with_the_same_tokens_is_another_prefix() -> None:
-    world = watched(device=64)
-    for salt in ("a", "a", "a", "b", "b"):
-        world.request(prompt(4), salt)
-    assert [(each.root, each.hits) for each in world.core.hottest(10)] == [
-        (root_key(b"world", "a"), 2),
-        (root_key(b"world", "b"), 1),
-    ]
-    assert len({each.key for each in world.core.hottest(10)}) == 2
-
-
-def test_a_request_that_reads_nothing_is_no_hit() -> None:
-    world = watched(device=64)
-    world.request(prompt(4))
-    world.request(prompt(4), read=False)
-    assert hottest(world) == []
-
-
 def test_it_says_in_which_tiers_the_pages_are() -> None:
     world = watched(pools=(ATTENTION, STATE), device=16, host=64, storage=True)
     world.request(prompt(6))

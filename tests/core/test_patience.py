@@ -4,7 +4,7 @@ import pytest
 
 from kvarve.core.effects import Began
 from kvarve.core.lease import Lease, Phase
-from kvarve.core.policies import BEST_EFFORT, Patience
+from kvarve.core.policies import Patience
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 
@@ -81,12 +81,6 @@ def test_what_a_probe_took_of_the_patience_is_missing_for_the_copies() -> None:
     assert lease.ready
 
 
-def test_a_request_without_patience_waits_for_no_worker() -> None:
-    world = stocked(1)
-    lease = world.open(prompt(6), patience=BEST_EFFORT)
-    assert world.claim(lease) and lease.boundary == 0
-
-
 @pytest.mark.parametrize("each", [True, False])
 def test_wait_complete_waits_as_long_as_copies_end_one_by_one(each: bool) -> None:
     """100 pages, a second for each copy, and a patience of two."""
@@ -100,16 +94,6 @@ def test_wait_complete_waits_as_long_as_copies_end_one_by_one(each: bool) -> Non
     while lease.phase is Phase.LOADING:
         world.step([world.end(op) for op in ops(lease)])
     assert lease.ready and lease.boundary == (100 if each else 0), "the state is in the last copy"
-
-
-def test_patience_counts_from_the_first_step_for_a_request_that_came_before_it() -> None:
-    world = stocked(1)
-    lease = waiting(world, 0, Patience(2))
-    lease.postpone(1000.0)
-    world.step(later_s=1001.9)
-    assert lease.phase is Phase.PROBING
-    world.step(later_s=0.2)
-    assert lease.ready
 
 
 def test_a_late_page_is_not_kept_under_the_name_of_what_has_replaced_its_tokens() -> None:

@@ -76,19 +76,6 @@ def test_a_fetch_that_fails_is_tried_once_more_for_all_that_waited_for_it() -> N
     assert not world.flying and all(lease.phase is Phase.QUEUED for lease in leases), "what fails twice is computed"
 
 
-def test_a_fetch_goes_on_for_others_when_the_request_that_began_it_has_gone() -> None:
-    world = stored()
-    first = ask(world, prompt(6))
-    second = ask(world, prompt(6))
-    world.close(first)
-    one, two, three = sorted(world.flying)
-    world.step([world.end(three), world.end(one)])
-    world.step([world.end(two)])
-    assert fetched(world) == 6 and world.ready(second) and second.from_tiers() == (0, 0, 6)
-    world.close(second)
-    world.drain()
-
-
 def test_only_pages_that_both_prompts_have_go_to_the_one_that_stays() -> None:
     world = stored()
     longer = ask(world, prompt(6))
@@ -116,26 +103,3 @@ def test_a_fetch_that_hangs_is_awaited_for_a_patience_and_begun_anew_by_those_wh
     assert own != hangs
     world.step([world.end(own)])
     assert world.ready(later) and later.boundary == 2
-
-
-def test_patience_runs_from_the_start_where_the_other_s_fetch_has_begun() -> None:
-    world = stored(2)
-    ask(world, prompt(2), Patience(PATIENCE_S))
-    (fetch,) = world.flying
-    waits = ask(world, prompt(2), Patience(PATIENCE_S))
-    world.claim(waits)
-    world.step([Began(fetch)], later_s=1.0)
-    world.step(later_s=PATIENCE_S - 0.1)
-    assert waits.phase is Phase.FETCHING
-    world.step(later_s=0.2)
-    assert waits.ready and waits.boundary == 0
-
-
-def test_a_page_that_is_damaged_is_damaged_for_all_that_waited() -> None:
-    world = stored(2)
-    leases = [ask(world, prompt(2)) for _ in range(3)]
-    (fetch,) = world.flying
-    world.step([world.end(fetch, rotten=1)])
-    world.settle()
-    for lease in leases:
-        assert world.ready(lease) and lease.boundary == 0 and lease.bad == [1]

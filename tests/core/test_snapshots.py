@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from kvarve.boundaries import members, of
 from kvarve.core.outside import core_for
 from kvarve.core.snapshots import Snapshots
-from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, fork, prompt
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
 
 PAGE = 64
 
@@ -58,23 +57,6 @@ def test_every_snapshot_is_on_the_grid_and_in_the_prompt_and_far_from_the_one_be
     for boundary in set(found) - had:
         before = max((each for each in {*had, *found, 0} if each < boundary), default=0)
         assert boundary - before >= gap
-
-
-@pytest.mark.parametrize("wrong", [{"every": -1}, {"gap": -1}])
-def test_less_than_nothing_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="give 0 or more"):
-        Snapshots(**wrong)
-
-
-def test_without_branch_points_a_shared_beginning_is_resumed_from_where_another_prompt_ended() -> None:
-    world = World(config=config(ATTENTION, STATE, snapshot_branches=False))
-    world.request(prompt(6))
-    world.request(fork(4, word=1))
-    assert world.request(fork(4, word=2)).boundary == 0
-    world = World(config=config(ATTENTION, STATE))
-    world.request(prompt(6))
-    world.request(fork(4, word=1))
-    assert world.request(fork(4, word=2)).boundary == 4
 
 
 # --- on the way, where they take little
@@ -160,14 +142,6 @@ def test_states_that_are_kept_because_there_is_room_are_copied_nowhere_until_a_p
     world.settle()
     assert world.resident(Tier.HOST, pool=1) == 4, "where each ends or can be resumed, and where one left the other"
     assert world.core.backups.dirty() == 0
-
-
-def test_windows_that_are_kept_because_there_is_room_are_copied_only_where_a_prompt_ends() -> None:
-    world = World(config=config(ATTENTION, WINDOW, device=40, host=40, storage=True, snapshot_chunks=True))
-    world.request(prompt(8), chunks=4)
-    world.settle()
-    assert world.resident(Tier.HOST, pool=1) == WINDOW.lookback < world.resident(Tier.DEVICE, pool=1)
-    assert world.request(fork(5, word=1)).boundary == 5
 
 
 def test_a_salt_has_states_of_chunks_while_it_has_room_of_its_own() -> None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.boundaries import members
 from kvarve.core.tree import NOWHERE, Root, Run, covering, same_pages, upward, walk
 from kvarve.keys import KEY_BYTES, extend, pack, root_key
 
@@ -125,30 +124,6 @@ def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[
     assert all(fact[6] == 0 for fact in facts(root).values())
 
 
-def test_split_gives_the_front_to_a_new_run_and_leaves_the_tail_where_it_was() -> None:
-    root = top()
-    tokens = pack([*range(12)])
-    tail = insert(root, tokens)
-    for position in range(6):
-        tail.put(0, 1 << position, [100 + position])
-    front = tail.split(2)
-    assert (front.first, front.end, tail.first, tail.end) == (0, 2, 2, 6)
-    assert root.children == {tokens[:WIDTH]: front} and front.children == {tokens[2 * WIDTH : 3 * WIDTH]: tail}
-    assert [front.slot(0, 1), tail.slot(0, 2)] == [101, 102]
-    assert front.kids[0] == 1 and root.kids[0] == 1 and tail.kids[0] == 0
-    assert walk(root, tokens) == ([front, tail], 6)
-
-
-@pytest.mark.parametrize("at", [0, 6])
-def test_an_end_is_no_place_to_split_at(at: int) -> None:
-    root = top()
-    tail = insert(root, pack([*range(12)]))
-    before = facts(root)
-    with pytest.raises(AssertionError):
-        tail.split(at)
-    assert facts(root) == before
-
-
 def test_a_page_has_one_slot_per_place() -> None:
     tail = insert(top(), pack([*range(8)]))
     tail.put(0, 0b10, [7])
@@ -214,30 +189,6 @@ def test_same_pages_counts_equal_pages(left: bytes, right: bytes, start: int, mo
     ):
         expected += 1
     assert same_pages(left, right, start * width, most, width) == expected
-
-
-@given(st.integers(0, 2**20 - 1))
-def test_upward_deals_out_every_position_once(positions: int) -> None:
-    root = top()
-    tail = insert(root, pack([0] * 40))
-    for at in (4, 11, 15):
-        tail.split(at) if tail.first < at else None
-    shares = [run.first + local for run, share in upward(tail, positions) for local in members(share)]
-    assert sorted(shares) == [*members(positions)]
-    assert all(share >> run.pages == 0 for run, share in upward(tail, positions))
-
-
-def test_keys_and_tokens_stay_together() -> None:
-    root = top()
-    for tokens in ([0] * 12, [0] * 6 + [1] * 6, [0] * 2 + [2] * 6):
-        insert(root, pack(tokens))
-    for tokens in ([0] * 12, [0] * 6 + [1] * 6, [0] * 2 + [2] * 6):
-        packed = pack(tokens)
-        path, known = walk(root, packed)
-        keys = b"".join(run.keys for run in path)
-        assert [keys[at : at + KEY_BYTES] for at in range(0, known * KEY_BYTES, KEY_BYTES)] == extend(
-            ROOT, packed, PAGE_TOKENS
-        )
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=18), st.integers(0, 9), st.booleans()), max_size=12))

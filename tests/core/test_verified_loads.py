@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvarve.core.effects import Copy, Ended, Verified
+from kvarve.core.effects import Copy, Ended
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
 
@@ -67,18 +67,6 @@ def test_a_page_that_two_requests_load_is_copied_twice_and_kept_once() -> None:
     world.drain()
 
 
-def test_a_rotten_page_is_noticed_before_the_request_resumes() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64))
-    host_only(world)
-    lease = world.open(prompt(4))
-    world.claim(lease)
-    world.step([world.verify(load_of(world), rotten=1 << 2)])
-    world.settle()
-    assert lease.boundary < 4 and world.core.counters.bad_host == 1
-    world.close(lease)
-    world.drain()
-
-
 def test_host_copies_of_fetched_pages_are_dropped_when_the_load_has_ended() -> None:
     """As long as it is being read a host page has to stay, though the write policy does not want it."""
     world = World(
@@ -95,13 +83,6 @@ def test_host_copies_of_fetched_pages_are_dropped_when_the_load_has_ended() -> N
     assert world.resident(Tier.HOST) == 0 and world.resident(Tier.DEVICE) == 4
     world.close(lease)
     world.drain()
-
-
-@pytest.mark.parametrize("again", [Verified(99, 1), Verified(1, 1)])
-def test_a_verification_of_no_load_in_flight_is_a_stray(again: Verified) -> None:
-    world = World(config=config(ATTENTION, host=64))
-    world.step([again])
-    assert world.core.counters.strays == 1
 
 
 def test_a_verified_page_whose_copy_fails_is_a_bug() -> None:

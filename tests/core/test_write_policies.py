@@ -1,12 +1,10 @@
 """Which pages are backed up and stored, and what changes when a storage is attached or detached."""
 
-import pytest
 from flights import copies, fetching
 
 from kvarve.core.backups import RETRY_BUDGET
 from kvarve.core.effects import Probe
 from kvarve.core.policies import WAIT_COMPLETE
-from kvarve.errors import ConfigError
 from kvarve.keys import extend, pack, root_key
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
@@ -44,17 +42,6 @@ def test_a_failing_backup_is_tried_so_many_times_and_again_after_the_next_use() 
     world.close(lease)
     world.settle()
     assert len(copies(world, DEVICE, HOST)) == RETRY_BUDGET + 1 and world.resident(HOST) == 4
-
-
-def test_what_is_used_again_on_its_way_to_storage_is_not_sent_a_second_time() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.request(prompt(4), rest=False)
-    while not copies(world, HOST, STORAGE):
-        world.step([world.end(op) for op in [*world.flying]])
-    lease = world.start(prompt(4))
-    assert lease.boundary == 4
-    world.step()
-    assert len(copies(world, HOST, STORAGE)) == 1
 
 
 def test_backups_in_flight_are_bounded() -> None:
@@ -100,12 +87,6 @@ def test_samples_of_one_prompt_are_one_use() -> None:
     assert [lease.boundary for lease in leases] == [0, 4, 4] and world.resident(HOST) == 0
     world.request(prompt(4))
     assert world.resident(HOST) == 4
-
-
-def test_a_request_that_publishes_in_parts_is_one_use() -> None:
-    world = World(config=config(ATTENTION, host=64, write_policy="write_through_selective", selective_uses=2))
-    world.request(prompt(4), chunks=4)
-    assert world.resident(HOST) == 0
 
 
 def test_a_request_that_resumes_and_goes_on_is_one_use() -> None:
@@ -169,26 +150,6 @@ def test_what_only_the_device_has_comes_down_before_it_goes_when_pages_in_the_ho
     assert world.hit(fork(2, 7)) == world.hit(fork(2, 8)) == (0, 4)
 
 
-def test_write_back_makes_room_before_it_is_needed() -> None:
-    world = World(config=config(ATTENTION, device=16, host=64, write_policy="write_back"))
-    for seed in range(1, 5):
-        world.request(prompt(4, seed=seed))
-    assert len(world.core.slot_pools.free[0]) == 2, "an eighth of the device"
-    assert all(world.hit(prompt(4, seed=seed))[1] == 4 for seed in range(1, 5))
-
-
-def test_without_a_host_nothing_is_backed_up() -> None:
-    world = World(config=config(ATTENTION, STATE, storage=True))
-    world.request(prompt(4))
-    assert not world.log and world.core.idle()
-
-
-def test_a_run_with_more_states_than_the_host_holds_comes_to_rest() -> None:
-    world = World(config=config(ATTENTION, STATE, device=32, host=[32, 2], snapshot_every=2 * PAGE_TOKENS))
-    world.request(prompt(8))
-    assert world.resident(HOST, pool=1) == 2
-
-
 # --- a storage that is attached and detached
 
 
@@ -228,27 +189,6 @@ def test_a_storage_that_is_attached_gets_all_that_a_prompt_resumes_from_also_wha
     assert world.request(asked).boundary == 8
 
 
-def test_a_store_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.request(prompt(4), rest=False)
-    while not copies(world, HOST, STORAGE):
-        world.step([world.end(op) for op in [*world.flying]])
-    world.detach()
-    world.attach()
-    world.step([world.end(op) for op in [*world.flying]])
-    world.request(prompt(4))
-    assert len(world.storage.objects) == 4
-
-
-def test_a_storage_that_takes_the_place_of_another_gets_what_that_one_had() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.request(prompt(4))
-    world.detach()
-    world.attach(back_up=True)
-    world.settle()
-    assert len(world.storage.objects) == 4
-
-
 def test_what_comes_late_from_a_storage_that_has_gone_is_stored_in_the_next_one() -> None:
     world = fetching(WAIT_COMPLETE)
     world.detach()
@@ -258,22 +198,6 @@ def test_what_comes_late_from_a_storage_that_has_gone_is_stored_in_the_next_one(
     world.close(world.leases[0])
     assert world.request(prompt(6)).boundary == 6
     assert len(world.storage.objects) == 6
-
-
-def test_what_was_to_leave_for_a_storage_that_has_gone_stays() -> None:
-    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
-    world.request(prompt(3))
-    world.flush(DEVICE)
-    world.settle()
-    assert world.flush(HOST) == 0 and copies(world, HOST, STORAGE)
-    world.detach()
-    world.settle()
-    assert world.hit(prompt(3)) == (0, 3)
-
-
-def test_a_core_without_a_host_refuses_a_storage() -> None:
-    with pytest.raises(ConfigError, match="host"):
-        World(config=config(ATTENTION)).core.attach()
 
 
 def test_a_storage_that_is_attached_in_place_of_another_is_not_taken_for_it() -> None:
