@@ -76,13 +76,6 @@ def test_other_loads_run(url: str) -> None:
     assert row["prompt_tokens"] == 4 * 664 and row["cached_tokens"]["device"] == 2 * 512
 
 
-def test_a_report_repeats_no_key(url: str) -> None:
-    words = ["--requests", "1", "--input-tokens", "20", "--server", url, "--admin-key", "boss", "--json", "-"]
-    done = bench("serving", *SMALL, *words)
-    rounds(done)
-    assert "boss" not in done.stdout and "admin_key" not in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -101,14 +94,6 @@ def test_what_cannot_be_measured_is_one_line(url: str, words: list[str], complai
     done = bench(*[word.replace("URL", url) for word in words])
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith("kvarve: ") and done.stderr.count("\n") == 1 and complaint in done.stderr
-
-
-def test_requests_that_fail_are_counted_and_told(url: str) -> None:
-    words = ["--input-tokens", "40000", "--requests", "2", "--warmup", "0", "--rounds", "1", "--json", "-"]
-    done = bench("serving", "--server", url, *words)
-    assert done.returncode == 1
-    (row,) = json.loads(done.stdout)["rounds"]
-    assert (row["requests"], row["failed"]) == (0, 2) and "HTTP 400" in row["error"]
 
 
 def test_a_server_that_does_not_start_is_one_line(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 from fake_server import DONE, HEAD, USAGE, FakeServer, event, plain
 
 from kvarve.bench.inputs import Conversation, Turn
-from kvarve.bench.load import Record, arrivals, connected, send_all
-from kvarve.errors import KvarveError
+from kvarve.bench.load import Record, arrivals, send_all
 
 T = TypeVar("T")
 LONG_S = 45.0
@@ -96,18 +95,6 @@ def test_what_a_stream_says_is_noted() -> None:
     assert len(record.gaps_s) == 1 and not record.error
 
 
-def test_a_server_of_another_make_says_how_much_was_cached_but_not_where() -> None:
-    async def said(body: dict[str, Any], out: asyncio.StreamWriter) -> None:
-        usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 4}}
-        out.write(HEAD + event("a") + event(usage=usage) + DONE)
-
-    async def work() -> Record:
-        async with FakeServer(said) as server:
-            return (await send_all(server.client, talks(1), 1, None))[0]
-
-    assert run(work()).cached == {"cached": 4}
-
-
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
@@ -135,15 +122,6 @@ def test_a_broken_answer_fails_one_request_alone(said: bytes, complaint: str) ->
     first, broken, last = run(work())
     assert complaint in broken.error
     assert (first.error, last.error, first.text, last.text) == ("", "", "ab", "ab")
-
-
-def test_a_server_that_is_not_there_is_one_error() -> None:
-    async def work() -> None:
-        async with connected("http://127.0.0.1:9", None, None, None):
-            pass
-
-    with pytest.raises(KvarveError, match=r"127\.0\.0\.1:9: ConnectError"):
-        run(work())
 
 
 def test_arrivals_at_a_rate_are_a_poisson_process() -> None:

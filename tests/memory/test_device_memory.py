@@ -48,22 +48,6 @@ def drivers() -> list[object]:
     return ["pretend", pytest.param("cuda", marks=pytest.mark.skipif(driver_of("cuda") is None, reason="no GPU"))]
 
 
-@pytest.mark.parametrize("granule", [1 << 12, 1 << 16, 1 << 21])
-def test_the_parts_of_an_extent_are_whole_granules_for_every_pool(granule: int) -> None:
-    found = a_cut(1 << 30, granule)
-    assert found.nbytes % granule == 0 and found.count * found.nbytes <= 1 << 30
-    for pool, per in zip(POOLS, found.per, strict=True):
-        assert 0 < per * pool.payload_bytes <= found.nbytes
-        if pool.lookback is None:
-            assert all(per * buffer.nbytes % granule == 0 for buffer in pool.buffers)
-        else:
-            assert found.nbytes % per == 0 and found.nbytes // per % 4096 == 0
-
-
-def test_a_budget_of_few_granules_is_divided_once() -> None:
-    assert cut_memory(8 << 20, POOLS, 16, 64, records=False, granule=1 << 21) is None
-
-
 @pytest.mark.parametrize("states", [0, 100])
 @pytest.mark.parametrize("gib", range(2, 40, 3))
 def test_no_prompt_is_too_long_because_extents_are_large(gib: int, states: int) -> None:

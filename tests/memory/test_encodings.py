@@ -4,16 +4,15 @@ import random
 import struct
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressible import MODEL, a_record, key
+from compressible import a_record, key
 from kvarve.errors import ConfigError
 from kvarve.memory.encodings import Broken, codec, decode, encode, expanded, plain_bytes, pool_of
-from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp, record_bytes, whole
+from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, record_bytes, whole
 
 pytest.importorskip("zstandard")
 pytest.importorskip("lz4")
@@ -85,24 +84,6 @@ def test_an_encoded_record_has_each_field_where_the_documentation_says() -> None
     assert data[272 : 272 + size] == bytes(record[256::4]), "a plane of mantissas is not compressed"
     end = 272 + sum(lengths)
     assert not any(data[end:])
-
-
-@given(st.binary(max_size=9000), st.sampled_from(NAMES), st.integers(0, 3))
-def test_any_payload_comes_back(payload: bytes, name: str, copies: int) -> None:
-    payload = (payload * (4**copies))[:30_000]
-    record = memoryview(bytearray(record_bytes(len(payload))))
-    record[256 : 256 + len(payload)] = payload
-    Stamp(MODEL, "state", len(payload)).seal(record, key(1))
-    data = encoded(record, name)
-    assert data is None or decoded(data) == record
-
-
-@pytest.mark.parametrize("cut", [256, 4096, 12_288])
-def test_a_record_in_pieces_is_encoded_as_one_that_is_whole(cut: int) -> None:
-    _, record = a_record("bfloat16")
-    into = memoryview(bytearray(record.nbytes + BLOCK_BYTES))
-    size, _ = encode([record[:cut], record[cut:]], codec("zstd"), into)
-    assert into[:size] == sure(record)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32", "noise", "zeros"])
@@ -180,19 +161,6 @@ def test_lengths_that_lie_are_broken() -> None:
         assert plain_bytes(memoryview(changed(data, at, bytes([value]))), len(data)) is None
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("times", [0.5, 2, 200])
-def test_a_plane_of_another_length_is_broken(name: str, times: float) -> None:
-    using, payload_bytes = codec(name), 40_000
-    size = (record_bytes(payload_bytes) - HEADER_BYTES) // 4
-    right, wrong = using.compress(bytes(size)), using.compress(bytes(int(size * times)))
-    good = as_record([right] * 4, payload_bytes, using.number)
-    assert decoded(good) is not None
-    assert len(wrong) < size, "else it would stand for itself"
-    bad = as_record([right, right, right, wrong], payload_bytes, using.number)
-    assert decoded(bad) is None
-
-
 def test_a_frame_of_zstd_that_hides_its_length_or_another_one_is_broken() -> None:
     import zstandard
 
@@ -246,13 +214,6 @@ def test_a_mangled_record_is_a_miss(data: st.DataObject) -> None:
 
 
 # --- threads and libraries
-
-
-def test_threads_share_a_codec() -> None:
-    records = [a_record("bfloat16", 30_000, number)[1] for number in range(8)]
-    with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(lambda record: decoded(sure(record)), records * 8)]
-    assert found == records * 8
 
 
 @pytest.mark.parametrize(("name", "library"), [("zstd", "zstandard"), ("lz4", "lz4.block")])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvarve.config import CacheConfig
-from kvarve.errors import ConfigError, KvarveError, StorageError
+from kvarve.errors import KvarveError, StorageError
 from kvarve.memory import host_memory
 from kvarve.memory.arenas import DeviceArena
 from kvarve.memory.device_memory import OnGpu
@@ -59,27 +59,6 @@ def test_exactly_the_bytes_that_were_asked_are_pinned_until_they_are_closed() ->
     assert not runtime.pinned
     memory.bytes[ODD - 1] = 7  # views stay valid
     assert int(memory.tensor[-1]) == 7
-
-
-def test_memory_for_the_cpu_is_not_pinned() -> None:
-    runtime = CudaRuntime()
-    memory = HostMemory(ODD, CPU, runtime)
-    assert not runtime.pinned and memory.on(CPU) is memory.tensor
-    memory.close()
-
-
-def test_memory_that_cannot_be_pinned_is_refused_with_advice() -> None:
-    with pytest.raises(ConfigError, match=re.escape("error 2): give less host memory, or raise the limit of locked")):
-        HostMemory(ODD, CUDA, CudaRuntime(limit=ODD - 1))
-
-
-def test_memory_that_is_dropped_without_a_close_is_unpinned_before_it_is_freed() -> None:
-    runtime = CudaRuntime()
-    memory = HostMemory(ODD, CUDA, runtime)
-    assert runtime.pinned
-    del memory
-    gc.collect()
-    assert not runtime.pinned
 
 
 def test_memory_that_code_of_a_gpu_may_still_reach_stays_pinned() -> None:

@@ -63,14 +63,6 @@ def test_the_bound_is_the_best_of_all_choices(pages: int) -> None:
         assert bound == best_of_all(requests, pages) * BLOCK, f"seed {seed}"
 
 
-@pytest.mark.parametrize("pages", [1, 2, 3])
-def test_where_prompts_end_with_a_full_page_it_is_a_bound(pages: int) -> None:
-    for seed in range(40):
-        requests = prompts(seed, 7, deepest=3, ragged=False)
-        bound = Belady(requests, BLOCK, BLOCK).hit_tokens(pages)
-        assert bound >= best_of_all(requests, pages) * BLOCK, f"seed {seed}"
-
-
 @pytest.mark.parametrize("order", [*COMPARED, "priority"])
 def test_no_order_hits_more(order: str) -> None:
     for seed in range(30):
@@ -102,17 +94,6 @@ def test_no_cache_with_the_same_bytes_hits_more(more: dict[str, object]) -> None
         settings = config(12, **more)
         hit = sum(replayed(requests, settings).hit_tokens.values())
         assert hit <= Belady(requests, BLOCK, BLOCK).hit_tokens(most_pages(settings)), f"seed {seed}"
-
-
-@pytest.mark.parametrize("page_tokens", [2, 6, 8])
-def test_pages_may_be_smaller_or_larger_than_blocks(page_tokens: int) -> None:
-    for seed in range(20):
-        requests = prompts(seed, 60, deepest=8)
-        for pages in (8, 20):
-            settings = config(pages, page_tokens=page_tokens, kv_bytes_per_token=PAGE_BYTES // page_tokens + 1)
-            settings = config(settings.device_memory // PAGE_BYTES + pages, page_tokens=page_tokens)
-            hit = sum(replayed(requests, settings).hit_tokens.values())
-            assert hit <= Belady(requests, BLOCK, page_tokens).hit_tokens(most_pages(settings)), f"seed {seed}"
 
 
 def test_with_room_for_everything_the_bound_is_what_was_seen_before() -> None:

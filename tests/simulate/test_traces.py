@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import command, line, settings, trace
+from traces import command, line, trace
 
 from kvarve.errors import ConfigError
-from kvarve.simulate import TraceRequest, read_trace, replay
+from kvarve.simulate import TraceRequest, read_trace
 from kvarve.testing.traces import conversations
 
 SMALL = Path(__file__).parent.parent.parent / "docs" / "small-trace.jsonl"
@@ -71,13 +71,6 @@ def test_a_log_of_chats_shares_what_messages_have_in_common(tmp_path: Path) -> N
     assert shared(first, second) >= len(first.ids) - 1 > 4, "a block at the end may be filled up"
     assert shared(first, with_tools) == shared(first, salted) == 0
     assert first.timestamp_ms == 0
-
-
-@pytest.mark.parametrize("page_tokens", [4, 16])
-def test_prompts_are_cut_into_blocks_of_a_page(tmp_path: Path, page_tokens: int) -> None:
-    rows = [{"timestamp": 0, "tokens": [*range(100)]}, {"timestamp": 1, "tokens": [*range(50), *range(900, 950)]}]
-    report = replay(trace(tmp_path, *rows), settings(64, page_tokens=page_tokens))
-    assert report.hit_tokens["device"] == report.infinite_hit_tokens == 50 // page_tokens * page_tokens
 
 
 @pytest.mark.parametrize(
