@@ -29,6 +29,7 @@ def test_a_prompt_s_ids_stand_for_all_that_comes_before_them(traffic: str) -> No
             assert after.setdefault(each, last) == last
 
 
+@pytest.mark.long
 def test_rules_are_measured_against_the_best_fixed_spacing_of_the_shape() -> None:
     shape = next(shape for shape in map(drawn, range(100)) if shape.traffic == "asked_again" and shape.share > 4)
     asked = requests(shape.traffic, shape.seed)
@@ -51,6 +52,7 @@ def test_the_table_says_mean_and_worst_of_each_rule() -> None:
     assert (b["rule"], b["lost, mean %"], b["worst %"], b["half or more lost %"]) == ("b", 0.0, 0.0, 0.0)
 
 
+@pytest.mark.long
 def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, trace = tmp_path / "split.json", tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}

@@ -61,7 +61,7 @@ def order_of(core: Core) -> str:
 
 def test_among_prompts_that_never_come_again_it_becomes_s3fifo() -> None:
     lru, s3fifo, auto = (new_core(name) for name in ("lru", "s3fifo", "auto"))
-    found = [hits(core, scan(3000)) for core in (lru, s3fifo, auto)]
+    found = [hits(core, scan(1000)) for core in (lru, s3fifo, auto)]
     assert found[0] < found[1] / 2, "this traffic tells them apart"
     assert order_of(auto) == "s3fifo"
     assert found[2] > 0.9 * found[1]
@@ -69,16 +69,16 @@ def test_among_prompts_that_never_come_again_it_becomes_s3fifo() -> None:
 
 def test_where_conversations_go_on_it_stays_lru() -> None:
     lru, s3fifo, auto = (new_core(name) for name in ("lru", "s3fifo", "auto"))
-    found = [hits(core, conversations(2000)) for core in (lru, s3fifo, auto)]
+    found = [hits(core, conversations(700)) for core in (lru, s3fifo, auto)]
     assert found[1] < 0.9 * found[0], "this traffic tells them apart"
     assert order_of(auto) == "lru" and found[2] == found[0]
 
 
 def test_it_follows_traffic_that_changes() -> None:
     core = new_core("auto")
-    hits(core, scan(2000))
+    hits(core, scan(600))
     assert order_of(core) == "s3fifo"
-    hits(core, conversations(4000))
+    hits(core, conversations(1200))
     assert order_of(core) == "lru"
     audit(core)
 
@@ -88,7 +88,7 @@ def test_a_shadow_of_a_sample_hits_as_often_as_the_whole(name: str) -> None:
     dice, whole, sample = random.Random(7), Shadow(name), Shadow(name)
     names = [dice.getrandbits(64) for _ in range(8000)]
     seen = found = of_sample = found_there = 0
-    for _ in range(40_000):
+    for _ in range(10_000):
         trace = dice.choice(names[:1500] if dice.random() < 0.7 else names)
         seen, found = seen + 1, found + whole.see([trace], 2000)
         if not trace & 7:

@@ -14,7 +14,7 @@ from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, W
 from kvarve.testing.world.blocks import EngineWorld
 from kvarve.testing.world.life import born, live
 
-STEPS = 6000
+STEPS = 2000
 
 
 def world(*pools: object, host: int = 64, **rest: object) -> EngineWorld:

@@ -39,8 +39,17 @@ def test_prompts_that_are_handed_over_are_stored_though_storing_does_not_pay() -
 
 
 def test_hand_overs_do_not_make_storing_pause() -> None:
-    world = World(config=config(ATTENTION, device=64, host=64, storage=True, offload_pays_at=0.5))
-    for seed in range(200):
+    world = World(
+        config=config(
+            ATTENTION,
+            device=64,
+            host=64,
+            storage=True,
+            offload_pays_at=0.5,
+            offload_horizon_bytes=24 * ATTENTION.payload_bytes,
+        )
+    )
+    for seed in range(12):
         handed_over(world, seed)
     assert not world.core.governor.paused
 

@@ -150,7 +150,7 @@ def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(seed: int) -> No
     def live() -> tuple[World, dict[bytes, tuple[bytes, bytes]]]:
         world, dice = watched(pools=(ATTENTION, STATE), device=40, host=80), random.Random(seed)
         of_key = dict[bytes, tuple[bytes, bytes]]()
-        for _ in range(600):
+        for turn in range(100):
             tokens, salt = prompt(dice.randint(1, 8), seed=dice.randrange(8)), dice.choice("abc")
             root, packed = root_key(b"world", salt), pack(tokens)
             keys = names(root, b"", packed, PAGE_TOKENS)
@@ -159,8 +159,8 @@ def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(seed: int) -> No
             world.request(tokens, salt)
             if dice.random() < 0.05:
                 world.flush(dice.choice((DEVICE, HOST)))
-            for each in world.core.hottest(1000):
-                assert max(each.device, each.host) <= each.pages
+            if turn % 20 == 0:
+                assert all(max(each.device, each.host) <= each.pages for each in world.core.hottest(1000))
         return world, of_key
 
     (one, of_key), (two, _) = live(), live()

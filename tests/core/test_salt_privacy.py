@@ -21,7 +21,7 @@ from kvarve.testing.world.scenes import draw
 ASKS = "b"  # the salt of the tenant who wants to know
 OTHER_DIGITS = str.maketrans("01", "23")
 WITH_PROMPTS = ("open", "request", "elsewhere", "coming")
-STEPS = 400
+STEPS = 250
 
 
 def elsewhere(action: Action) -> Action:
@@ -58,10 +58,13 @@ def twins(seed: int, **settings: Any) -> Iterator[tuple[World, World]]:
         yield near, far
 
 
-@pytest.mark.parametrize("share", [1.0, 0.3])
-def test_a_tenant_is_served_the_same_whatever_other_salts_have_cached(share: float) -> None:
+@pytest.mark.parametrize(
+    ("share", "seeds"),
+    [(0.3, 1), pytest.param(1.0, 8, marks=pytest.mark.long), pytest.param(0.3, 8, marks=pytest.mark.long)],
+)
+def test_a_tenant_is_served_the_same_whatever_other_salts_have_cached(share: float, seeds: int) -> None:
     seen = Counter[str]()
-    for seed in range(8):
+    for seed in range(seeds):
         print(f"seed {seed}")
         compare(seed, share, seen)
     assert seen, "it has asked"
@@ -85,7 +88,7 @@ def compare(seed: int, share: float, seen: Counter[str]) -> None:
 def test_without_salts_the_same_lives_differ() -> None:
     """So the comparison above would see a difference."""
     differ = 0
-    for seed in range(12):
+    for seed in range(8):
         dice = random.Random(seed)
         life = Life(seed, 1, draw(dice) | {"offload_pays_at": 0.0})
         near, far = life.world(), life.world()
@@ -95,4 +98,4 @@ def test_without_salts_the_same_lives_differ() -> None:
             world.request([int(digit) for digit in known], "b")
             world.request([int(digit) for digit in "01010101"], "b")
         differ += [done(effect) for effect in near.log] != [done(effect) for effect in far.log]
-    assert differ > 4
+    assert differ > 2

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarve.core.tree import NOWHERE, Root, Run, covering, same_pages, upward, walk
@@ -77,6 +77,7 @@ def check_shape(root: Run) -> None:
             assert (run.slots[place] is None) == (run.here[place] == 0)
 
 
+@settings(max_examples=30)
 @given(Prompts)
 def test_a_walk_knows_as_many_pages_as_a_trie_does(prompts: list[list[int]]) -> None:
     root, trie = top(), set[tuple[bytes, ...]]()
@@ -92,6 +93,7 @@ def test_a_walk_knows_as_many_pages_as_a_trie_does(prompts: list[list[int]]) -> 
     assert len(facts(root)) == len(trie), "one position for each node of the trie"
 
 
+@settings(max_examples=30)
 @given(Prompts, st.randoms(use_true_random=False))
 def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[int]], dice: random.Random) -> None:
     root, slots = top(), iter(range(10_000))
@@ -176,6 +178,7 @@ def test_a_detached_leaf_still_knows_the_way_up() -> None:
     assert walk(root, pack([0, 0, 0, 0, 2, 2]))[1] == 2
 
 
+@settings(max_examples=30)
 @given(st.binary(max_size=40), st.binary(max_size=60), st.integers(0, 3), st.integers(0, 6), st.integers(1, 5))
 def test_same_pages_counts_equal_pages(left: bytes, right: bytes, start: int, most: int, width: int) -> None:
     most = min(most, len(left) // width)
@@ -191,6 +194,7 @@ def test_same_pages_counts_equal_pages(left: bytes, right: bytes, start: int, mo
     assert same_pages(left, right, start * width, most, width) == expected
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=18), st.integers(0, 9), st.booleans()), max_size=12))
 def test_a_page_gets_its_name_when_it_is_needed_whatever_came_between(
     prompts: list[tuple[list[int], int, bool]],

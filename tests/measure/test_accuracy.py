@@ -1,14 +1,11 @@
-"""Questions with known answers: what counts as right, which files are read, and a real model asked twice."""
+"""Questions with known answers: what counts as right, and which files are read."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-import forks
-from kvarve.bench.accuracy import Question, _of_file, own
+from kvarve.bench.accuracy import Question, _of_file
 from kvarve.bench.settings import Accuracy
 from kvarve.errors import ConfigError
 
@@ -79,17 +76,3 @@ def test_a_file_of_another_form_is_one_error(tmp_path: Path, name: str, content:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=complaint):
         _of_file(tmp_path / name, Accuracy())
-
-
-def test_the_model_of_kvarve_s_own_answers_alike_from_storage(tmp_path: Path) -> None:
-    words = ["--requests", "6", "--serve=--threads 1", "--out", str(tmp_path / "out"), "--json", "-"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
-    command = [sys.executable, "-W", "error", "-m", "kvarve", "bench", "accuracy", *words]
-    done = forks.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    report = json.loads(done.stdout)
-    (found,) = report["sets"]
-    assert found["questions"] == 6 == len(own(Accuracy(requests=6))) and found["answers_differ"] == 0
-    assert found["right"][0] == found["right"][1] >= 4, "it has learned to find facts"
-    cold, warm = (row["cached_tokens"]["storage"] for row in report["rounds"])
-    assert cold == 0 and warm > 0
