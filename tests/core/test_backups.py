@@ -113,42 +113,6 @@ def test_a_storage_that_was_away_gets_all_that_is_still_in_memory() -> None:
     assert world.core.counters.dropped_evicted == world.core.counters.dropped_failed == 0
 
 
-def test_a_run_that_fails_while_others_go_well_is_given_up_and_counted() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    write(world, 1)
-    for seed in range(2, 20):
-        write(world, seed)
-        ends = {op: world.flying[op].pages[0].key for op in stores(world)}
-        poison = world.log[0].pages[0].key
-        world.step([world.end(op, lost=-1 if key == poison else 0) for op, key in ends.items()], later_s=1.0)
-    world.settle()
-    assert world.core.counters.given_up == 1
-    assert len(world.storage.objects) == 4 * 18
-    world.request(prompt(4, seed=1))
-    assert len(world.storage.objects) == 4 * 19, "until it is used again"
-
-
-def test_the_host_goes_on_filling_and_giving_room_while_stores_rest() -> None:
-    world = World(config=config(ATTENTION, device=64, host=8, storage=True))
-    write(world, 1)
-    fail(world)
-    write(world, 2)
-    assert world.resident(HOST) == 8 and not stores(world)
-    world.flush(DEVICE)
-    assert world.core.counters.dropped_evicted == 0, "the host has them"
-    write(world, 3)
-    assert world.resident(HOST) == 8 and world.core.counters.dropped_evicted == 4
-    assert world.flush(DEVICE, HOST) == 4 + 8 and world.core.counters.dropped_evicted == 12
-
-
-def test_states_that_go_with_their_attention_pages_are_counted_with_them() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
-    write(world, 1)
-    fail(world)
-    world.flush(DEVICE, HOST)
-    assert world.core.counters.dropped_evicted == 4 + 1
-
-
 def test_under_write_back_nothing_leaves_the_host_before_it_has_to_while_stores_rest() -> None:
     world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
     world.request(prompt(8))
@@ -360,19 +324,3 @@ def test_what_storage_saved_is_counted_in_tokens_and_bytes_and_keeps_storing_goi
     assert world.core.governor.used_share == 2.0
     world.request(prompt(4, seed=1))
     assert not world.core.governor.paused
-
-
-def test_in_a_pause_all_that_a_request_resumes_from_has_been_used_once_more() -> None:
-    world = World(
-        config=config(ATTENTION, host=64, storage=True, offload_pays_at=0.5, offload_horizon_bytes=4 * PAGE_BYTES)
-    )
-    world.request(prompt(4, seed=9))
-    write(world, 0, pages=6)
-    lease = world.start(fork(3, 7), read=False)  # so the first six pages are two runs now
-    world.grow(lease, 6)
-    world.publish(lease, 6)
-    world.close(lease)
-    world.settle()
-    assert world.core.governor.paused and len(world.storage.objects) == 4
-    world.request(prompt(6))
-    assert len(world.storage.objects) == 4 + 6

@@ -132,13 +132,3 @@ def test_a_page_that_fails_to_load_is_tried_once_more_and_then_a_miss() -> None:
     assert lease.ready and lease.boundary == 2 and world.core.counters.failed == 2
     world.close(lease)
     assert world.request(prompt(4)).boundary == 4
-
-
-def test_a_bad_state_in_the_host_leaves_a_shallower_boundary_to_load() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64, snapshot_every=2 * PAGE_TOKENS))
-    world.request(prompt(8))
-    world.flush(DEVICE)
-    world.rot(HOST, 7, prompt(8), pool=1)
-    lease = world.request(prompt(8))
-    assert lease.boundary == 6, "the state there was as good"
-    assert world.core.counters.bad_host == 1

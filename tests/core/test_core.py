@@ -95,17 +95,6 @@ def test_a_sequence_may_be_known_otherwise_from_where_it_is_not_published() -> N
     assert core.keepable(lease) == 4
 
 
-def test_a_sequence_cut_short_before_it_left_another_prompt_branches_off_no_later_than_that() -> None:
-    world = World(config=config(ATTENTION, STATE))
-    core = world.core
-    world.request(prompt(6))
-    lease = world.start(prompt(6, extra=0))
-    assert (lease.boundary, lease.branch) == (0, 6), "the state is at the end of the other"
-    core.extend(lease, pack([9]), PAGE_TOKENS * TOKEN_BYTES)
-    assert core.keepable(lease) == 5 and not core.mark(lease, 6), "it has five pages"
-    assert lease.branch == 5 and lease.ends < 1 << 6
-
-
 # --- thresholds, deadlines, and answers about no copy in flight
 
 

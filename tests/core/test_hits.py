@@ -36,13 +36,6 @@ def test_a_resume_leaves_at_least_one_token_to_compute(pages: int, extra: int, h
     assert world.request(prompt(pages, extra=extra)).boundary == hit
 
 
-def test_a_conversation_goes_on_where_the_last_prompt_ended() -> None:
-    world = World(config=config(ATTENTION, WINDOW, STATE))
-    world.request(prompt(4, extra=0))
-    assert world.request(prompt(9)).boundary == 4
-    assert world.request(prompt(12)).boundary == 9
-
-
 def test_a_state_is_kept_where_a_prompt_leaves_a_known_one() -> None:
     world = World(config=config(ATTENTION, STATE))
     world.request(prompt(6))

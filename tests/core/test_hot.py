@@ -103,15 +103,6 @@ def test_it_says_in_which_tiers_the_pages_are() -> None:
     assert hottest(world)[0][1:3] == (2, 6)
 
 
-def test_pages_of_which_a_state_is_missing_do_not_resume() -> None:
-    world = watched(pools=(ATTENTION, STATE), device=(16, 16))
-    world.request(prompt(6))
-    world.request(prompt(6))
-    run = next(iter(world.core.slot_pools.roots[ROOT].children.values()))
-    world.core.slot_pools.drop(run, world.core.slot_pools.place(DEVICE, 1), 5)
-    assert hottest(world) == [(6, 1, 6, 0, 0, None)]
-
-
 def test_pages_that_came_back_without_a_hit_are_found_again() -> None:
     world = watched(device=16)
     world.request(prompt(6))

@@ -35,13 +35,6 @@ def test_what_another_server_stored_is_fetched_before_the_request_has_its_turn()
     assert world.ready(lease) and lease.from_tiers() == (0, 0, 6)
 
 
-def test_one_that_was_not_looked_up_for_a_second_is_as_its_turn_comes() -> None:
-    world, (lease,) = waiting()
-    world.now += LOOK_AGAIN_S
-    world.stock(pack(prompt(6)))
-    assert world.ready(lease) and lease.from_tiers() == (0, 0, 6)
-
-
 def test_what_was_stored_and_has_left_memory_since_is_found_at_once() -> None:
     world, (lease,) = waiting()
     world.request(prompt(6))

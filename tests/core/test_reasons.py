@@ -90,19 +90,6 @@ def test_a_page_of_which_the_check_failed_for_another_request_is_remembered() ->
     assert why(world, second) == {"hit_device": 4, "failed_check": 8, "below_grid": 1}
 
 
-def test_what_a_prefetch_did_not_bring_in_time_is_too_late() -> None:
-    world = World(config=HOLDS)
-    world.request(prompt(6))
-    world.flush(DEVICE, HOST)
-    lease = world.open_packed(pack(prompt(6)), "", PATIENCES[2])
-    world.claim(lease)
-    (probe,) = world.flying
-    world.step([world.end(probe)])  # storage has all of it
-    assert world.flying and not lease.ready
-    world.step(later_s=100.0)
-    assert lease.ready and why(world, lease) == {"too_late": 12, "below_grid": 1}
-
-
 def test_a_page_is_too_late_if_one_that_it_rests_on_is() -> None:
     world = World(config=config(ATTENTION, device=16, host=32, storage=True, batch_pages=2))
     world.request(prompt(6))

@@ -83,19 +83,3 @@ def compare(seed: int, share: float, seen: Counter[str]) -> None:
                 assert near.core.explain(mine) == far.core.explain(theirs)
                 seen.update(reason.value for reason in near.core.explain(mine))
         assert near.core.slot_pools.evicted == far.core.slot_pools.evicted
-
-
-def test_without_salts_the_same_lives_differ() -> None:
-    """So the comparison above would see a difference."""
-    differ = 0
-    for seed in range(8):
-        dice = random.Random(seed)
-        life = Life(seed, 1, draw(dice) | {"offload_pays_at": 0.0})
-        near, far = life.world(), life.world()
-        assert isinstance(near, World) and isinstance(far, World)
-        for known in ("01010101", "23232323"):
-            world = near if known == "01010101" else far
-            world.request([int(digit) for digit in known], "b")
-            world.request([int(digit) for digit in "01010101"], "b")
-        differ += [done(effect) for effect in near.log] != [done(effect) for effect in far.log]
-    assert differ > 2

@@ -107,13 +107,6 @@ def test_a_device_of_an_engine_keeps_what_the_engine_wants() -> None:
     assert not core_for(config(ATTENTION, STATE, device=None, host=64, cut=cut, step_share=1.0)).slot_pools.step(64)
 
 
-def test_a_prompt_that_has_lost_its_end_is_resumed_on_the_way() -> None:
-    world = on_the_way(extents=20)
-    world.request(prompt(11), chunks=11)
-    world.request(prompt(8, seed=1), chunks=8)
-    assert world.hit(prompt(11)) == (8, 8)
-
-
 # --- at the end of each chunk, while there is room
 
 
@@ -142,10 +135,3 @@ def test_states_that_are_kept_because_there_is_room_are_copied_nowhere_until_a_p
     world.settle()
     assert world.resident(Tier.HOST, pool=1) == 4, "where each ends or can be resumed, and where one left the other"
     assert world.core.backups.dirty() == 0
-
-
-def test_a_salt_has_states_of_chunks_while_it_has_room_of_its_own() -> None:
-    world = World(config=config(ATTENTION, STATE, device=40, salt_share=0.5, snapshot_chunks=True))
-    world.request(prompt(19), salt="a", chunks=19)
-    assert world.resident(Tier.DEVICE, pool=1) == 17, "three quarters of its share of 20, the next, and its end"
-    assert world.hit(prompt(19), salt="a") == (19, 19)

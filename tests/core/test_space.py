@@ -2,10 +2,9 @@
 
 from array import array
 
-from kvarve.core.lease import Phase
 from kvarve.keys import root_key
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, INDEX, STATE, WINDOW, World, config, fork, prompt
+from kvarve.testing.world import ATTENTION, INDEX, STATE, World, config, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
@@ -53,30 +52,6 @@ def test_eviction_takes_the_tail_first() -> None:
     world.request(prompt(6))
     world.request(prompt(2, seed=1))
     assert world.hit(prompt(6)) == (4, 4) and world.hit(prompt(2, seed=1)) == (2, 2)
-
-
-def test_what_a_lease_holds_is_never_evicted() -> None:
-    world = World(config=config(ATTENTION, WINDOW, STATE, device=12, host=12))
-    world.request(prompt(6))
-    lease = world.start(prompt(6))
-    for seed in range(1, 6):
-        world.request(prompt(6, seed=seed))
-    world.flush(DEVICE, HOST)
-    assert world.core.slots(lease, 0)[0] == range(6) and world.core.slots(lease, 2)[0] == range(5, 6)
-    world.close(lease)
-    world.drain()
-
-
-def test_what_the_device_has_of_a_prompt_stays_while_the_rest_of_it_is_loaded() -> None:
-    world = World(config=config(ATTENTION, host=64))
-    for word in (7, 8):
-        world.request(fork(3, word))
-    world.flush(DEVICE)
-    world.request(prompt(3))
-    lease = world.start(fork(3, 7))
-    assert lease.phase is Phase.LOADING and world.resident(DEVICE) == 3
-    assert world.flush(DEVICE) == 0
-    assert world.ready(lease) and lease.from_tiers() == (3, 2, 0)
 
 
 def test_a_state_goes_with_the_attention_pages_that_lead_to_it() -> None:

@@ -113,18 +113,6 @@ def test_waiting_for_storage_never_holds_more_of_the_host_than_its_share() -> No
         world.close(lease)
 
 
-def test_a_claimed_request_takes_the_share_of_waiting_requests() -> None:
-    world = World(config=config(ATTENTION, host=16, storage=True, device=16, host_share=0.5))
-    for seed in range(2):
-        world.request(prompt(8, seed=seed))
-    world.flush(DEVICE, HOST)
-    first, second = (world.open(prompt(8, seed=seed)) for seed in range(2))
-    for _ in range(8):
-        world.step([world.end(op) for op in [*world.flying]])
-    assert first.phase is Phase.QUEUED and second.phase is Phase.PROBING
-    assert world.ready(second) and second.boundary == 8
-
-
 def test_room_for_the_rest_of_a_prompt_is_never_made_at_the_cost_of_its_beginning() -> None:
     world = World(config=config(ATTENTION, host=6, storage=True))
     world.request(prompt(6))

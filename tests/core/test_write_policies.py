@@ -5,7 +5,6 @@ from flights import copies, fetching
 from kvarve.core.backups import RETRY_BUDGET
 from kvarve.core.effects import Probe
 from kvarve.core.policies import WAIT_COMPLETE
-from kvarve.keys import extend, pack, root_key
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
 
@@ -118,36 +117,6 @@ def test_write_back_keeps_what_could_not_be_copied() -> None:
     world.flush(DEVICE)
     world.settle(lost=True)
     assert world.hit(prompt(4)) == (4, 4)
-
-
-def test_what_loses_its_copy_below_to_another_that_comes_down_stays_itself() -> None:
-    policies = {"write_policy": "write_back", "snapshot_every": 4}
-    world = World(config=config(ATTENTION, STATE, device=[32, 2], host=[32, 1], **policies))
-    world.request(prompt(4))  # with states after two pages and at its end, of which the second comes down below
-    world.flush(DEVICE)
-    world.settle()
-    world.request(prompt(3))
-    world.settle()
-    world.request(prompt(4))
-    assert [world.resident(tier, pool=1) for tier in (DEVICE, HOST)] == [2, 1]
-    world.request(prompt(6, seed=1, extra=0))  # needs the slots of both states, of which the host can keep only one
-    assert world.hit(prompt(2))[1] == 2 and world.hit(prompt(4)) == (4, 4)
-
-
-def test_what_only_the_device_has_comes_down_before_it_goes_when_pages_in_the_host_rest_on_it() -> None:
-    world = World(config=config(ATTENTION, host=64))
-    for word in (7, 8):
-        world.request(fork(2, word), rest=False)
-    world.step()
-    stem = extend(root_key(b"world"), pack(prompt(2)), PAGE_TOKENS)
-    while not world.core.idle():  # the backups of their shared pages fail, those of their ends do not
-        failing = {op: effect.pages[0].key in stem for op, effect in world.flying.items()}
-        world.step([world.end(op, lost=-1 if fails else 0) for op, fails in failing.items()])
-    assert (world.resident(DEVICE), world.resident(HOST)) == (8, 6)
-    for _ in range(2):
-        world.flush(DEVICE)
-        world.settle()
-    assert world.hit(fork(2, 7)) == world.hit(fork(2, 8)) == (0, 4)
 
 
 # --- a storage that is attached and detached

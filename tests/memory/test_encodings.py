@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from compressible import a_record, key
 from kvarve.errors import ConfigError
-from kvarve.memory.encodings import Broken, codec, decode, encode, expanded, plain_bytes, pool_of
+from kvarve.memory.encodings import Broken, codec, decode, encode, expanded, plain_bytes
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, record_bytes, whole
 
 pytest.importorskip("zstandard")
@@ -84,25 +84,6 @@ def test_an_encoded_record_has_each_field_where_the_documentation_says() -> None
     assert data[272 : 272 + size] == bytes(record[256::4]), "a plane of mantissas is not compressed"
     end = 272 + sum(lengths)
     assert not any(data[end:])
-
-
-@pytest.mark.parametrize("kind", ["bfloat16", "float32", "noise", "zeros"])
-def test_a_record_whose_planes_are_not_as_was_told_comes_back_as_well(kind: str) -> None:
-    _, record = a_record(kind)
-    for worth in ([True] * 4, [False] * 4, [False, True, False, True], [True, False, True, False]):
-        into = memoryview(bytearray(record.nbytes + BLOCK_BYTES))
-        size, tried = encode([record], codec("zstd"), into, worth)
-        assert tried == worth and (size is None or decoded(bytes(into[:size])) == record)
-        assert size is not None or kind == "noise" or not all(worth)
-
-
-def test_only_plain_records_are_encoded() -> None:
-    _, record = a_record("bfloat16")
-    assert pool_of([record]) == "attention"
-    assert pool_of([record[:4096], record[4096:]]) == "attention"
-    other = [memoryview(b"x" * 5000), memoryview(b""), record[:-4], record[1:], memoryview(sure(record))]
-    assert [pool_of([view]) for view in other] == [None] * len(other)
-    assert pool_of([record[:258], record[258:]]) is None, "its planes would be torn"
 
 
 # --- hostile bytes

@@ -67,11 +67,6 @@ def test_blocks_that_are_not_in_one_piece_are_refused(tensor: torch.Tensor) -> N
         block_bytes("layer", tensor, BLOCKS)
 
 
-def test_blocks_of_another_size_than_the_pools_are_refused() -> None:
-    with pytest.raises(ConfigError, match="not as large"):
-        EngineArena(pool_of("any", [16], None), tensors((5,)), BLOCKS)
-
-
 @pytest.mark.parametrize("blocks", [[0], [7], [3, 0, 2**32 - 1]])
 def test_a_handle_names_its_blocks(blocks: list[int]) -> None:
     assert blocks_of(handle_of(blocks), len(blocks)) == tuple(blocks)

@@ -17,11 +17,6 @@ def ttfts(folder: Path, config: SimulationConfig, *lines: dict[str, Any]) -> lis
     return [round(seconds, 6) for seconds in replay(trace(folder, *lines), config).ttfts]
 
 
-def test_a_prompt_takes_what_computing_the_rest_of_it_takes(tmp_path: Path) -> None:
-    config = settings(16, prefill_tokens_per_s=SPEED)
-    assert ttfts(tmp_path, config, line([1, 2]), line([1, 2], at=5000)) == [1.025, 0.001]
-
-
 def patient() -> Policies:
     return Policies(prefetch_policy="wait_complete")
 

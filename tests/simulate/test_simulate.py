@@ -89,12 +89,6 @@ def test_no_policy_finds_more_than_there_ever_was_and_replays_are_equal(tmp_path
     assert replay(path, config) == report
 
 
-def test_ids_may_be_wider_than_tokens_are(tmp_path: Path) -> None:
-    wide = [2**63, -5, 2**32]
-    report = replay(trace(tmp_path, line(wide), line(wide)), settings(16))
-    assert report.hit_tokens["device"] == 3 * BLOCK
-
-
 def test_a_trace_may_be_packed_and_cut_short(tmp_path: Path) -> None:
     lines = branching(50)
     plain = replay(trace(tmp_path, *lines), settings(100))

@@ -1,6 +1,5 @@
 """A storage that compresses: the same records come out, whoever reads them, and `auto` does so only where it pays."""
 
-import errno
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from compressible import MODEL, a_record, key
+from compressible import MODEL, a_record
 from kvarve.errors import ConfigError
 from kvarve.memory import encodings
 from kvarve.memory.encodings import codec
@@ -21,7 +20,7 @@ from kvarve.regions import HostRegion
 from kvarve.storage import Breaker, MemoryStorage, Storage, Tiers, open_storage
 from kvarve.storage.memory import forget_memory
 from kvarve.storage.urls import check_storage
-from kvarve.testing import ByteCapacitySuite, FaultyStorage, MakeStorage, Rule, StorageSuite
+from kvarve.testing import ByteCapacitySuite, MakeStorage, StorageSuite
 from kvarve.testing.suite import Damage, get, put
 from kvarve.testing.suite_use import OBJECT_BYTES
 from kvarve.transfer import compression
@@ -137,23 +136,6 @@ def test_a_buffer_of_another_size_is_told_the_plain_size() -> None:
 
 
 # --- damage
-
-
-@pytest.mark.parametrize("fault", ["truncate", "flip", "swap", "short", "lose"])
-def test_damage_in_the_storage_is_never_a_page(fault: Any) -> None:
-    pages = records(12)
-    faulty = FaultyStorage(memory(), [Rule(fault, probability=0.5)], seed=4)
-    storage = Compressed(faulty, "zstd")
-    put_all(storage, pages)
-    buffers = [memoryview(bytearray(len(page))) for page in pages.values()]
-    sizes = storage.get([*pages], buffers)
-    good = 0
-    for i, (name, size) in enumerate(zip(pages, sizes, strict=True)):
-        stamp, _ = a_record("bfloat16", 40_000, i)
-        intact = size == len(buffers[i]) and stamp.intact(buffers[i], key(i))
-        assert not intact or buffers[i] == pages[name]
-        good += intact
-    assert 0 < good < 12 and sum(faulty.counts.values()) > 0
 
 
 def test_without_the_library_compressed_pages_are_misses_and_stay(
@@ -361,19 +343,3 @@ def test_a_caller_whose_objects_cannot_be_compressed_says_so(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="nothing that can be compressed is stored here"):
         open_storage(f"file://{tmp_path}/store?capacity=64MiB&compress=zstd", label=LABEL, description="model A")
     assert not (tmp_path / "store").exists()
-
-
-def test_where_no_memory_is_left_for_a_buffer_records_are_stored_as_they_are(monkeypatch):
-    storage, pages = Compressed(memory(), "zstd"), records(3)
-
-    def full(*_):
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(compression.mmap, "mmap", full)
-        for _ in range(BUFFERS + 1):
-            assert all(put_all(storage, {"one": pages["bfloat16-0"]}))
-    assert all(put_all(storage, pages))
-    assert storage.pools["attention"].stored_bytes < storage.pools["attention"].plain_bytes, "there is memory again"
-    assert all_right(storage, pages)
-    storage.close()

@@ -289,16 +289,6 @@ def test_stores_that_wait_become_one_put_and_each_has_its_own_end(bench: Bench) 
     assert bench.stored((0, 0), (0, 1), (1, 2), (0, 3), (0, 4), (1, 5)) == [True, True, True, True, False, True]
 
 
-def test_a_put_that_fails_fails_all_stores_that_it_was_made_of_and_the_next_one_mends_it(bench: Bench) -> None:
-    bench.storage.rules = [Rule("raise", call="put", nth=2)]
-    stores = (((0, 0),), ((0, 1), (1, 2)), ((0, 3),))
-    stalled(bench, *stores)
-    bench.storage.release()
-    assert ends(bench, 3) == {100: (1, 0), 101: (0, 0), 102: (0, 0)}
-    assert bench.copy(H, S, (0, 1, 1, -1), (1, 2, 2, -1), (0, 3, 3, -1)).good == 0b111
-    assert sorted(bench.inner.written) == sorted(bench.name(page, pool) for store in stores for pool, page in store)
-
-
 def probe(bench: Bench, op: int, *pages: tuple[int, int]) -> Probe:
     return Probe(op, tuple(Page(pool, bench.key(page), -1, -1) for pool, page in pages), ROOT)
 
