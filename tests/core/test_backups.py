@@ -113,22 +113,6 @@ def test_a_storage_that_was_away_gets_all_that_is_still_in_memory() -> None:
     assert world.core.counters.dropped_evicted == world.core.counters.dropped_failed == 0
 
 
-def test_under_write_back_nothing_leaves_the_host_before_it_has_to_while_stores_rest() -> None:
-    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
-    world.request(prompt(8))
-    world.flush(DEVICE)
-    while others(world):
-        world.step([world.end(op) for op in others(world)])
-    assert stores(world), "slots are freed before they are needed"
-    fail(world)
-    full = world.resident(HOST)
-    for _ in range(3):
-        world.step()
-    assert world.resident(HOST) == full == 8
-    world.flush(HOST)
-    assert world.resident(HOST) == 0 and world.core.counters.dropped_evicted == 8, "but it is not held back"
-
-
 def test_a_storage_that_keeps_failing_is_not_waited_for() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     write(world, 1)

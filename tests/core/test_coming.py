@@ -83,13 +83,16 @@ def test_all_missing_pages_are_asked_for_now_and_then() -> None:
     assert lease.ready and lease.boundary == 3
 
 
-def test_a_request_waits_no_longer_than_its_ticket_says() -> None:
+@pytest.mark.parametrize(("patience", "ticket_s", "landed"), [(PATIENT, 1.0, 2), (Patience(1.0), 1000.0, 0)])
+def test_a_request_waits_no_longer_than_its_ticket_says_and_than_its_patience(
+    patience: Patience, ticket_s: float, landed: int
+) -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     world.stock(pack(prompt(4)), missing=0b1100)
-    lease = opened(world, expected=(4, 1.0))
+    lease = opened(world, patience, expected=(4, ticket_s))
     for _ in range(40):
         answer(world, ASK_AGAIN_S)
-    assert lease.ready and lease.boundary == 2, "it continues with the pages that have landed"
+    assert lease.ready and lease.boundary == landed, "it continues with the pages that have landed"
 
 
 def test_pages_beyond_the_ticket_are_not_waited_for() -> None:

@@ -10,7 +10,7 @@ from kvarve.core.outside import EngineCore
 from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, fork, prompt
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, config, fork, prompt
 from kvarve.testing.world.blocks import EngineWorld
 from kvarve.testing.world.life import born, live
 
@@ -48,26 +48,6 @@ def test_lives_over_an_engines_blocks_break_no_law() -> None:
     expected = {"brought", "declined", "saved", "evicted by the engine", "out of blocks", "counted loaded"}
     expected |= {"hit pages from device", "hit pages from host", "counted stored", "counted fetched", "lost"}
     assert not (missing := expected - set(+seen)), missing
-
-
-@pytest.mark.parametrize("pools", [(ATTENTION,), (ATTENTION, WINDOW, STATE), (ATTENTION, INDEX, STATE)])
-def test_with_host_and_storage_only_a_prompt_hits_as_with_three_tiers(pools: tuple[object, ...]) -> None:
-    deep = []
-    for device in (64, None):
-        settings = config(*pools, device=device, host=64, storage=True, snapshot_every=PAGE_TOKENS)  # type: ignore[arg-type]
-        here = World(config=settings) if device else EngineWorld(settings, blocks=200, pieces=[1, 2, 3][: len(pools)])
-        here.request(prompt(6))
-        here.flush(Tier.DEVICE, Tier.HOST)
-        if isinstance(here, EngineWorld):
-            here.evict()
-        lease = here.open(prompt(9))
-        here.settle()
-        here.claim(lease)
-        if isinstance(here, EngineWorld):
-            here.load(lease)
-        here.settle()
-        deep.append((lease.ready, lease.boundary, lease.from_tiers()))
-    assert deep[0] == deep[1] == (True, 6, (0, 0, 6))
 
 
 def test_a_lease_offers_what_the_engine_lacks_for_the_deepest_boundary() -> None:

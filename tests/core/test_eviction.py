@@ -8,7 +8,7 @@ from kvarve.core.eviction.order import OrderContext
 from kvarve.core.tree import Run
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
-from kvarve.model import Tier
+from kvarve.model import PoolSpec, Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 
@@ -65,35 +65,30 @@ def passers_by(world: World, count: int, first: int) -> None:
         world.request(prompt(2, seed=seed))
 
 
-@pytest.mark.parametrize(("order", "stays"), [("lru", False), ("flops", True)])
-def test_a_page_far_into_a_prompt_is_dear_to_compute_and_stays(order: str, stays: bool) -> None:
-    world = World(config=config(ATTENTION, device=16, eviction=order, cost_doubles_at=PAGE_TOKENS))
-    passers_by(world, 100, first=100)
-    world.request(prompt(8))
-    passers_by(world, 6, first=300)
-    assert (world.hit(prompt(8)) == (8, 8)) is stays
-
-
-@pytest.mark.parametrize(("order", "stays"), [("lru", False), ("flops", True)])
-def test_a_state_that_stands_alone_is_dearer_than_one_close_behind_another(order: str, stays: bool) -> None:
-    world = World(config=config(ATTENTION, STATE, device=[256, 4], eviction=order))
-    passers_by(world, 100, first=100)
-    world.request(prompt(16))
-    passers_by(world, 6, first=300)
-    assert (world.hit(prompt(16)) == (16, 16)) is stays
-
-
-def test_what_is_dear_ages_too() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[256, 4], eviction="flops"))
-    passers_by(world, 100, first=100)
-    world.request(prompt(16))
-    passers_by(world, 60, first=300)
-    assert world.hit(prompt(16)) == (0, 0), "no request used it while many others came"
+@pytest.mark.parametrize(
+    ("order", "passing", "stays"), [("lru", 6, False), ("flops", 6, True), ("flops", 60, False)], ids=str
+)
+@pytest.mark.parametrize(
+    "pools",
+    [
+        pytest.param((ATTENTION,), id="far into a prompt"),
+        pytest.param((ATTENTION, STATE), id="a state alone", marks=pytest.mark.long),
+    ],
+)
+def test_what_is_dear_to_compute_stays_longer(
+    pools: tuple[PoolSpec, ...], order: str, passing: int, stays: bool
+) -> None:
+    device, pages = (16, 8) if pools == (ATTENTION,) else ([256, 4], 16)
+    world = World(config=config(*pools, device=device, eviction=order, cost_doubles_at=PAGE_TOKENS))
+    passers_by(world, 100 if len(pools) > 1 else 30, first=100)
+    world.request(prompt(pages))
+    passers_by(world, passing, first=300)
+    assert (world.hit(prompt(pages)) == (pages, pages)) is stays
 
 
 def test_where_all_costs_the_same_flops_is_lru() -> None:
     worlds = [World(config=config(ATTENTION, device=9, eviction=order)) for order in ("lru", "flops")]
-    for turn in range(120):
+    for turn in range(40):
         for world in worlds:
             world.request(prompt(1 + turn % 3, seed=turn * turn % 7))
     assert worlds[0].log == worlds[1].log
@@ -135,7 +130,7 @@ def test_the_end_of_a_prompt_stays_when_its_conversation_has_gone_on() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_order_forgets_what_left_the_tree(order: str) -> None:
     world = World(config=config(ATTENTION, device=8, eviction=order))
-    for seed in range(200):
+    for seed in range(40):
         world.request(prompt(2, seed=seed))
     place = int(Tier.DEVICE)
     assert len(world.core.slot_pools.orders[place].runs()) <= 16

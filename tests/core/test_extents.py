@@ -138,33 +138,3 @@ def test_a_prompt_that_memory_cannot_hold_resumes_from_what_memory_has_of_it() -
     world.request(prompt(20))
     assert world.hit(prompt(60))[0] == 20
     assert world.start(prompt(60)).boundary == 20
-
-
-def test_a_state_is_kept_where_prompts_branch_off_one_that_has_left() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[16, 16]))
-    world.request(prompt(12))
-    world.flush(DEVICE)
-    branch = prompt(6, extra=0)
-    world.request([*branch, *(7 for _ in range(8))])
-    assert world.hit([*branch, *(8 for _ in range(8))])[0] == 6
-
-
-def test_under_write_back_as_many_pages_come_down_at_once_as_an_extent_holds() -> None:
-    world = World(
-        config=config(
-            ATTENTION,
-            STATE,
-            cut={"device": (6, [16, 1], [1, 0])},
-            host=[400, 40],
-            write_policy="write_back",
-            batch_pages=64,
-        )
-    )
-    for seed in range(5):
-        world.request(prompt(16, seed=seed))
-    slot_pools, rounds = world.core.slot_pools, 0
-    while (lacks := 4 - len(slot_pools.free[1])) > 0:
-        slot_pools.make_room(1, lacks)
-        world.settle()
-        rounds += 1
-    assert rounds <= 4

@@ -103,18 +103,6 @@ def test_it_says_in_which_tiers_the_pages_are() -> None:
     assert hottest(world)[0][1:3] == (2, 6)
 
 
-def test_pages_that_came_back_without_a_hit_are_found_again() -> None:
-    world = watched(device=16)
-    world.request(prompt(6))
-    world.request(prompt(6))
-    key = world.core.hottest(1)[0].key
-    world.flush(DEVICE)
-    assert hottest(world) == [(6, 1, 0, 0, 0, None)]
-    world.request(prompt(6))
-    assert hottest(world) == [(6, 1, 6, 0, 0, DEVICE)]
-    assert world.core.hottest(1)[0].key == key
-
-
 def test_another_prompt_in_the_run_of_one_that_left_is_not_taken_for_it() -> None:
     world = watched(device=16)
     world.request(prompt(6))

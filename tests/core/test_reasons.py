@@ -107,16 +107,6 @@ def test_a_page_is_too_late_if_one_that_it_rests_on_is() -> None:
     assert lease.ready and why(world, lease) == {"hit_storage": 4, "too_late": 8, "below_grid": 1}
 
 
-def test_what_storage_did_not_answer_in_time_is_too_late_if_it_was_stored() -> None:
-    world = World(config=HOLDS)
-    world.request(prompt(6))
-    world.flush(DEVICE, HOST)
-    lease = world.open_packed(pack(prompt(8)), "", PATIENCES[0])
-    world.claim(lease)
-    world.step(later_s=100.0)
-    assert lease.ready and why(world, lease) == {"too_late": 12, "unknown": 4, "below_grid": 1}
-
-
 def test_what_a_request_or_a_policy_does_not_want_is_not_read() -> None:
     world = World(config=HOLDS)
     world.request(prompt(6))

@@ -7,6 +7,7 @@ import pytest
 from kvarve.core.cache import Core
 from kvarve.core.lease import Lease
 from kvarve.core.salt_shares import SaltShares
+from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.keys import pack, root_key
 from kvarve.model import Tier
@@ -83,9 +84,17 @@ def test_a_quiet_tenant_hits_all_beside_a_flood_of_requests_that_run_side_by_sid
     assert hits == 8 * (asked - 20), "but the first time"
 
 
-def test_the_share_holds_in_each_tier_and_for_each_kind_of_pages() -> None:
-    pools = config(ATTENTION, WINDOW, STATE, device=[24, 12, 6], host=[48, 24, 12], salt_share=0.5)
-    world = World(config=pools)
+@pytest.mark.parametrize(
+    "memory",
+    [
+        config(ATTENTION, WINDOW, STATE, device=[24, 12, 6], host=[48, 24, 12], salt_share=0.5),
+        config(ATTENTION, STATE, device=[64, 4], salt_share=0.5),
+        config(ATTENTION, STATE, device=[32, 32], cut={"device": (8, [4, 4], [1, 1])}, salt_share=0.5),
+    ],
+    ids=["tiers", "divided", "shared"],
+)
+def test_the_share_holds_in_each_tier_and_for_each_kind_of_pages(memory: CoreConfig) -> None:
+    world = World(config=memory)
     ask(world, 0, "quiet")
     for seed in range(12):
         ask(world, seed, "loud")

@@ -19,25 +19,16 @@ def kept(snapshots: Snapshots, pages: int, branch: int = 0, had: int = 0, grid: 
     return [*members(snapshots.boundaries(pages, pages - 1, branch, had, PAGE, grid))]
 
 
-def test_a_prompt_is_kept_where_it_ends_for_its_continuation_and_for_itself() -> None:
-    assert kept(Snapshots(), 10) == [9, 10]
+def test_a_prompt_is_kept_where_it_ends_and_where_it_leaves_a_known_one_and_every_so_many_tokens() -> None:
+    assert kept(Snapshots(), 10) == [9, 10], "for its continuation and for itself"
     assert kept(Snapshots(), 10, grid=4) == [8]
-
-
-def test_a_prompt_is_kept_where_it_leaves_a_known_one() -> None:
     assert kept(Snapshots(), 10, branch=4) == [4, 9, 10]
     assert kept(Snapshots(branches=False), 10, branch=4) == [9, 10]
     assert kept(Snapshots(ends=False), 10, branch=4) == [4]
-
-
-def test_states_are_kept_every_so_many_tokens() -> None:
     assert kept(Snapshots(every=3 * PAGE), 10) == [3, 6, 9, 10]
     assert kept(Snapshots(every=1), 3) == [1, 2, 3]
-
-
-def test_a_gap_counts_from_what_is_kept_already() -> None:
     assert kept(Snapshots(every=PAGE, gap=3 * PAGE), 9) == [3, 6, 9]
-    assert kept(Snapshots(every=PAGE, gap=3 * PAGE), 9, had=of([4])) == [3, 4, 7]
+    assert kept(Snapshots(every=PAGE, gap=3 * PAGE), 9, had=of([4])) == [3, 4, 7], "a gap counts from what is kept"
 
 
 @given(

@@ -70,21 +70,6 @@ def test_attention_pages_go_with_the_index_keys_of_their_positions() -> None:
     assert [world.resident(DEVICE, pool) for pool in range(3)] == [6, 6, 1]
 
 
-# --- pages that were here when a request began, and were evicted while it ran
-
-
-def test_pages_beyond_the_boundary_that_need_no_room_stay_while_the_rest_is_computed() -> None:
-    world = World(config=config(ATTENTION, STATE))
-    world.request(prompt(6))
-    lease = world.start(prompt(5))
-    assert lease.boundary == 0, "there is no state at 5"
-    assert [len(slots) for slots in world.grow(lease, 5)] == [0, 1], "but the attention pages are here already"
-    world.flush(DEVICE)
-    world.publish(lease, 5)
-    world.close(lease)
-    assert world.hit(prompt(5)) == (5, 5)
-
-
 # --- how much is worth keeping
 
 

@@ -126,17 +126,6 @@ def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[
     assert all(fact[6] == 0 for fact in facts(root).values())
 
 
-def test_a_page_has_one_slot_per_place() -> None:
-    tail = insert(top(), pack([*range(8)]))
-    tail.put(0, 0b10, [7])
-    with pytest.raises(AssertionError):
-        tail.put(0, 0b10, [8])
-    assert tail.slot(0, 1) == 7
-    assert tail.take(0, 1) == 7
-    with pytest.raises(AssertionError):
-        tail.slot(0, 1)
-
-
 def test_slots_are_put_and_read_around_gaps() -> None:
     tail = insert(top(), pack([*range(16)]))
     tail.put(0, 0b00110010, [1, 4, 5])

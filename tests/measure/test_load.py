@@ -75,13 +75,21 @@ def test_a_turn_is_asked_when_the_one_before_is_answered() -> None:
         assert one.end_s == two.due_s <= two.sent_s and two.end_s == three.due_s <= three.sent_s
 
 
-def test_what_a_stream_says_is_noted() -> None:
-    tiers = {"device": 1, "host": 2, "storage": 0}
+TIERS = {"device": 1, "host": 2, "storage": 0}
 
+
+@pytest.mark.parametrize(
+    ("usage", "cached"),
+    [
+        ({"kvarve": {"cached_tokens": TIERS}}, TIERS),
+        ({"prompt_tokens_details": {"cached_tokens": 4}}, {"cached": 4}),  # of a server of another make
+    ],
+)
+def test_what_a_stream_says_is_noted(usage: dict[str, Any], cached: dict[str, int]) -> None:
     async def said(body: dict[str, Any], out: asyncio.StreamWriter) -> None:
-        parts = event("") + event("on") + event("e") + event(usage=USAGE | {"kvarve": {"cached_tokens": tiers}}) + DONE
-        for at in range(0, len(HEAD + parts), 7):  # events come in pieces
-            out.write((HEAD + parts)[at : at + 7])
+        parts = HEAD + event("") + event("on") + event("e") + event(usage=USAGE | usage) + DONE
+        for at in range(0, len(parts), 7):  # events come in pieces
+            out.write(parts[at : at + 7])
             await out.drain()
 
     async def work() -> Record:
@@ -91,7 +99,7 @@ def test_what_a_stream_says_is_noted() -> None:
             return record
 
     record = run(work())
-    assert (record.text, record.prompt, record.completion, record.cached) == ("one", 5, 2, tiers)
+    assert (record.text, record.prompt, record.completion, record.cached) == ("one", 5, 2, cached)
     assert len(record.gaps_s) == 1 and not record.error
 
 

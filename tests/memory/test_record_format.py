@@ -5,7 +5,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.memory.record import BLOCK_BYTES, FORMAT, HEADER_BYTES, Stamp, record_bytes, title, whole
+from kvarve.memory.record import BLOCK_BYTES, FORMAT, HEADER, HEADER_BYTES, Stamp, record_bytes, title, whole
 from kvarve.model import BUFFER_ALIGNMENT
 
 NAMESPACE, KEY, PAYLOAD = b"m" * 32, bytes(range(32)), bytes(range(1, 101))
@@ -95,6 +95,26 @@ def test_what_this_version_does_not_know_is_no_page_even_under_a_right_check(nam
     record = a_record()
     record[start : start + size] = value.to_bytes(size, "little")
     assert refused(sealed(record))
+
+
+def test_a_record_with_one_bit_changed_or_of_another_length_is_no_page() -> None:
+    record = bytearray(sealed(a_record()))
+    for bit in range(8 * len(record)):
+        record[bit // 8] ^= 1 << bit % 8
+        assert not whole(memoryview(record)), f"bit {bit} was flipped"
+        assert bit >= 8 * (HEADER_BYTES + len(PAYLOAD)) or not STAMP.intact(memoryview(record), KEY)
+        record[bit // 8] ^= 1 << bit % 8
+    assert whole(memoryview(record)) and STAMP.intact(memoryview(record), KEY)
+    assert title(memoryview(record)) == (NAMESPACE, KEY, "attention", 2, 8)
+    assert refused(memoryview(record)[:-1]) and refused(memoryview(record + bytes(BLOCK_BYTES)))
+    assert refused(memoryview(record)[: HEADER.size])
+
+
+@given(st.integers(0, 1 << 30))
+def test_a_record_is_whole_blocks_and_no_more_than_it_needs(payload_bytes: int) -> None:
+    size = record_bytes(payload_bytes)
+    assert size % BLOCK_BYTES == 0
+    assert 0 <= size - HEADER_BYTES - payload_bytes < BLOCK_BYTES
 
 
 @given(st.binary(max_size=300), st.data())
