@@ -49,7 +49,7 @@ def drivers() -> list[object]:
 
 
 @pytest.mark.parametrize("states", [0, 100])
-@pytest.mark.parametrize("gib", range(2, 40, 3))
+@pytest.mark.parametrize("gib", [2, 5, 38])
 def test_no_prompt_is_too_long_because_extents_are_large(gib: int, states: int) -> None:
     """Heads of 80 elements: 128 pages of 20 KiB fill granules of 2 MiB, so a part of 64 layers has 640 MiB."""
     shape = tuple(BufferSpec(f"layers.{n}.k", (128, 80), "bfloat16") for n in range(64))
@@ -74,7 +74,7 @@ def test_pages_keep_every_bit_while_extents_go_from_pool_to_pool(kind: str, monk
     cut = a_cut(20 * a_cut(1 << 40, granule).nbytes, granule)
     arenas, extents = _device_arenas(POOLS, cut, device), Extents(cut)
     known: dict[tuple[int, int], int] = {}  # what each extent's last slot was filled with
-    for step in range(150):
+    for step in range(50):
         pool = dice.randrange(len(POOLS))
         theirs = [at for each, at in known if each == pool]
         if theirs and dice.random() < 0.4:
@@ -101,7 +101,7 @@ def test_pages_keep_every_bit_while_extents_go_from_pool_to_pool(kind: str, monk
                 for slot in (extents.slots(at, extent)[0], extents.slots(at, extent)[-1]):
                     found = raw(arenas[at].buffers[buffer.name][slot].cpu())
                     assert found.tobytes() == raw(noise(buffer, 7 * when + number + slot)).tobytes(), (at, slot)
-    assert kind == "cuda" or pretend.moves > 150
+    assert kind == "cuda" or pretend.moves > 50
 
 
 def test_memory_is_given_back_with_the_last_view_of_it() -> None:
@@ -181,7 +181,7 @@ def test_the_device_has_ended_what_it_computes_before_memory_moves_and_copies_co
         cache.shutdown(5)
 
 
-@pytest.mark.parametrize("fails", ["map", "unmap"])
+@pytest.mark.parametrize("fails", ["map", pytest.param("unmap", marks=pytest.mark.long)])
 def test_a_driver_that_fails_in_between_is_asked_again_before_anything_is_copied(
     fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,7 @@ def test_a_record_with_any_bit_changed_is_broken_or_fails_its_check(name: str) -
         kind = "zeros"
     data = sure(record, name)
     used = 256 + int.from_bytes(data[144:152], "little")
-    for bit in [*range(272 * 8), *(dice.randrange(272 * 8, len(data) * 8) for _ in range(3000))]:
+    for bit in [*range(272 * 8), *(dice.randrange(272 * 8, len(data) * 8) for _ in range(1000))]:
         flipped = changed(data, bit // 8, bytes([data[bit // 8] ^ 1 << bit % 8]))
         found = decoded(flipped)
         if found is None or found.nbytes != record.nbytes:
@@ -146,7 +146,7 @@ def test_a_frame_of_zstd_that_hides_its_length_or_another_one_is_broken() -> Non
     import zstandard
 
     size = (record_bytes(40_000) - HEADER_BYTES) // 4
-    hidden = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(size * 50_000))
+    hidden = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(size * 1000))
     right = codec("zstd").compress(bytes(size))
     for bad in (hidden, right + right, right + b"x", right[:-1], b"", b"x" * 40):
         assert decoded(as_record([right, bad, right, right], 40_000, 1)) is None
@@ -181,7 +181,7 @@ def test_a_bomb_takes_no_memory() -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=60)
 def test_a_mangled_record_is_a_miss(data: st.DataObject) -> None:
     stamp, record = a_record("zeros" if data.draw(st.booleans()) else "bfloat16", 20_000)
     name = data.draw(st.sampled_from(NAMES))

@@ -26,6 +26,7 @@ def test_a_checkpoint_says_what_its_pages_and_states_take() -> None:
     assert half.pools[0].payload_bytes * 2 == config.pools[0].payload_bytes
 
 
+@pytest.mark.long
 def test_a_sweep_tells_every_order_beside_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out, picture = trace(tmp_path, *branching(120)), tmp_path / "curve.json", tmp_path / "curve.png"
     assert command(path, "--kv-bytes-per-token", "1KiB", "--sweep", picture, "--json", out) == 0
@@ -42,7 +43,7 @@ def test_a_sweep_tells_every_order_beside_the_bound(tmp_path: Path, capsys: pyte
 
 
 def test_a_point_of_a_sweep_is_a_replay_with_that_memory(tmp_path: Path) -> None:
-    requests = [*read_trace(trace(tmp_path, *branching(120)), 512)]
+    requests = [*read_trace(trace(tmp_path, *branching(15)), 512)]
     base = settings(0, state_bytes=3000)
     for point in sweep(requests, base):
         for order, missed in point.missed.items():

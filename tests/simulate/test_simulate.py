@@ -81,9 +81,9 @@ def test_pages_are_shared_and_kept_in_whole_chunks_as_by_a_server(tmp_path: Path
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 def test_no_policy_finds_more_than_there_ever_was_and_replays_are_equal(tmp_path: Path, policy: str) -> None:
-    path = trace(tmp_path, *branching(200))
+    path = trace(tmp_path, *branching(80))
     beside = {"state_bytes": 2048, "window_tokens": 600, "window_bytes_per_token": 64}
-    config = settings(24, host=48, storage=200, policies=Policies(write_policy=policy), **beside)
+    config = settings(12, host=24, storage=100, policies=Policies(write_policy=policy), **beside)
     report = replay(path, config)
     assert 0 < sum(report.hit_tokens.values()) <= report.infinite_hit_tokens
     assert replay(path, config) == report
@@ -163,16 +163,7 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [
-        {"prefetch_policy": "best_effort"},
-        {"prefetch_base_s": 1.0},
-        {"prefetch_per_ki_token_s": 1.0},
-        {"storage_deadline_s": 1.0},
-        {"verify_host": False},
-        {"hash_sample": 0.5},
-    ],
-    ids=str,
+    "setting", [{"prefetch_policy": "best_effort"}, {"storage_deadline_s": 1.0}, {"hash_sample": 0.5}], ids=str
 )
 def test_a_setting_that_changes_nothing_in_a_replay_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"a replay does not depend on the setting {min(setting)}"):
@@ -204,10 +195,10 @@ def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:
 
 
 def test_storing_pages_that_no_request_uses_pauses_and_the_report_says_so(tmp_path: Path) -> None:
-    path = trace(tmp_path, *(line([10 * at + block for block in range(4)], at=at) for at in range(300)))
+    path = trace(tmp_path, *(line([10 * at + block for block in range(4)], at=at) for at in range(150)))
     always = replay(path, settings(8, host=8, storage=64, policies=Policies(offload_pays_at=0.0)))
     governed = replay(path, settings(8, host=8, storage=64))
-    assert always.paused_requests == always.used_bytes == 0 and always.stored_bytes == 1200 * PAGE_BYTES
-    assert governed.paused_requests > 200
-    assert governed.stored_bytes < always.stored_bytes / 4
-    assert governed.moved_bytes["host_to_storage"] < always.moved_bytes["host_to_storage"] / 4
+    assert always.paused_requests == always.used_bytes == 0 and always.stored_bytes == 600 * PAGE_BYTES
+    assert governed.paused_requests > 80
+    assert governed.stored_bytes < always.stored_bytes / 2
+    assert governed.moved_bytes["host_to_storage"] < always.moved_bytes["host_to_storage"] / 2
