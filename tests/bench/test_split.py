@@ -12,15 +12,6 @@ from split import CHUNK, SPACINGS, TRAFFIC, Lost, drawn, fills, measured, reques
 SEED = 3
 
 
-def test_a_shape_and_its_traffic_are_decided_by_their_number() -> None:
-    assert [drawn(seed) for seed in range(20)] == [drawn(seed) for seed in range(20)]
-    assert requests("talks", SEED) == requests("talks", SEED) != requests("talks", SEED + 1)
-    shapes = [drawn(seed) for seed in range(200)]
-    assert {shape.traffic for shape in shapes} == {*TRAFFIC}
-    assert all(shape.snapshot_bytes >= 100_000 and shape.kv_bytes_per_token >= 1024 for shape in shapes)
-    assert any(shape.window_tokens and shape.state_bytes for shape in shapes)
-
-
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_a_prompt_s_ids_stand_for_all_that_comes_before_them(traffic: str) -> None:
     after: dict[int, int | None] = {}

@@ -60,24 +60,6 @@ def test_a_page_with_a_bad_copy_in_the_host_may_leave_when_a_good_one_has_taken_
     assert world.hit(prompt(4)) == (0, 4) and world.resident(DEVICE) == 0
 
 
-def test_a_bad_host_page_is_not_replaced_while_a_copy_still_reads_it() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.request(prompt(4))
-    world.flush(DEVICE)
-    world.rot(HOST, 2, prompt(4))
-    one, two = world.start(prompt(4)), world.start(prompt(4))
-    first, second = world.flying
-    world.step([world.end(first)])
-    three = world.open(prompt(4))
-    while three.ops:  # storage has a good one, and brings it
-        world.step([world.end(op) for op in sorted(three.ops)])
-    world.step([world.end(second)])
-    assert one.boundary == two.boundary == 2 and world.core.counters.fetched == 1
-    for lease in (one, two, three):
-        world.close(lease)
-    assert world.request(prompt(4)).boundary == 4, "now it may"
-
-
 def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(5))

@@ -66,19 +66,6 @@ def test_what_an_engine_decodes_has_a_state_at_its_end_alone() -> None:
     assert [[*pages] for pages in world.grow(lease, 6)] == [[3, 4, 5], [5]]
 
 
-def test_a_session_goes_on_in_the_page_that_its_last_turn_began() -> None:
-    world = World(config=config(ATTENTION, STATE))
-    session = world.start(prompt(3, extra=1))
-    world.grow(session, 3)
-    world.publish(session, 3)
-    for turn in (4, 5, 6):
-        world.extend(session, prompt(turn, extra=1)[(turn - 1) * PAGE_TOKENS + 1 :])
-        world.grow(session, turn)
-        world.publish(session, turn)
-        assert world.hit(prompt(turn)) == (turn, turn)
-    world.close(session)
-
-
 def test_a_sequence_may_be_known_otherwise_from_where_it_is_not_published() -> None:
     """A chunk that is not whole yet gets its last name when it is."""
     world = World(config=config(ATTENTION))

@@ -33,29 +33,6 @@ def test_a_prompt_that_left_is_remembered_up_to_where_another_goes_its_own_way()
     assert left(world, prompt(12), salt="another") == Left()
 
 
-def test_a_page_that_leaves_twice_is_remembered_once() -> None:
-    world = World(config=config(ATTENTION, device=16))
-    for _ in range(3):
-        world.request(prompt(12))
-        world.flush(DEVICE)
-    assert pages(world) == 12
-    world.request(prompt(12))
-    world.request(prompt(9, seed=1))  # its last pages leave alone
-    assert pages(world) == left(world, prompt(12)).pages == 12 - world.hit(prompt(12))[0] == 5
-
-
-def test_a_prompt_is_followed_from_one_piece_to_another_that_begins_within_it() -> None:
-    world = World(config=config(ATTENTION, device=16))
-    world.request(prompt(8))
-    world.flush(DEVICE)
-    world.request(prompt(5))
-    world.request(fork(7, 1, more=8))  # it goes on from the fifth page, and another way from the seventh
-    assert pages(world) == 1, "what came back is no ghost"
-    world.flush(DEVICE)
-    world.request(prompt(2))
-    assert left(world, fork(7, 1, more=8)).pages == 9 and left(world, prompt(8)).pages == 6
-
-
 def test_what_is_forgotten_makes_the_list_of_its_salt_partial() -> None:
     world = World(config=config(ATTENTION, device=16))
     world.core.slot_pools.ghosts._limit = 40

@@ -72,18 +72,6 @@ def test_after_an_outage_everything_that_is_in_memory_is_stored(prompts: int) ->
     assert len(store.objects) == prompts and not world.core.dirty()
 
 
-def test_copies_for_storage_do_not_chase_each_other_through_the_host() -> None:
-    """While a store hangs, no page is backed up for storage only to be evicted from the host again."""
-    world = World(config=config(ATTENTION, device=128, host=16, storage=True))
-    write(world, *range(20))
-    copied = world.core.counters.backed_up
-    for _ in range(50):
-        world.step([world.end(op) for op in others(world)], later_s=1.0)
-    assert world.core.counters.backed_up == copied
-    world.settle()
-    assert len(world.storage.objects) == 80 and world.core.counters.backed_up <= copied + 80
-
-
 def with_a_run_that_storage_refuses() -> World:
     """All stores of the first run have failed, until it was quarantined; those of all others have not."""
     world = World(config=config(ATTENTION, host=64, storage=True))

@@ -93,16 +93,3 @@ def test_a_verified_page_whose_copy_fails_is_a_bug() -> None:
     world.step([world.verify(op := load_of(world))])
     with pytest.raises(AssertionError, match="whose copy has failed"):
         world.core.step([Ended(op, 0)], world.now)
-
-
-def test_the_slot_of_a_page_that_is_bad_on_one_rank_stays_taken_while_another_rank_copies_it() -> None:
-    world = World(config=config(ATTENTION, device=8, host=64), ranks=2)
-    host_only(world)
-    lease = world.open(prompt(4))
-    world.claim(lease)
-    world.step([world.verify(op := load_of(world), rotten=1 << 3, rank=1)])
-    assert world.core.copies.ops[op].given == {0: 0b111} and len(world.core.slot_pools.free[0]) == 4
-    world.step([world.end(op)])
-    assert len(world.core.slot_pools.free[0]) == 5
-    world.close(lease)
-    world.drain()

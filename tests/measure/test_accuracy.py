@@ -21,12 +21,10 @@ MMLU = 'Which is a fruit?,"stone, or so",apple,iron,sand,B\nWhich is a metal?,st
         ("1,001", " 3 and 4 make 1001.", True),
         ("1,001", "1001 is what 3 make", False),
         ("-7", "so -7.0", True),
-        ("18", "no number", False),
         ("B", " B. apple", True),
         ("B", " A or B", False),
         ("silver", "\nthe code of haddock is silver.\nthe code of", True),
         ("silver", "\nthe code of haddock is gold.\nsilver", False),
-        ("silver", "", False),
     ],
 )
 def test_what_counts_as_right(expected: str, text: str, right: bool) -> None:
@@ -64,10 +62,8 @@ def test_mmlu_s_choices_get_letters(tmp_path: Path) -> None:
         ("a.jsonl", b"3", "line 1: no JSON object"),
         ("a.jsonl", b'\n{"question": "q", "answer": 3}', "line 2: no JSON object"),
         ("a.jsonl", b'{"question": "q", "answer": "a ####"}', "line 1: nothing behind"),
-        ("a.jsonl", b"\xff", "not UTF-8"),
         ("a.jsonl", b"", "0 questions, of which the first 5 are the examples"),
         ("a.csv", b"q,1,2,3,4,E", "row 1: not a question"),
-        ("a.csv", b'"q', "no CSV"),
         ("b.csv", None, "No such file"),
     ],
 )

@@ -34,18 +34,6 @@ def test_a_piece_of_a_page_is_in_the_record_where_the_format_says(dtype: str) ->
         assert bytes(host.record(slot)[:HEADER_BYTES]) == bytes(HEADER_BYTES), "a piece reaches into the header"
 
 
-def test_a_layout_is_a_permutation_of_page_layer_and_token() -> None:
-    def along(layout: str) -> list[tuple[int, int, int]]:
-        """How far it is to the next page, the next layer and the next token."""
-        _, found = spans(layout, KV, 6)
-        return [(span.page, found[2].start - found[0].start, span.entry) for span in found]
-
-    entry, buffer = 30, 128  # 4 tokens of 30 bytes, aligned
-    assert {*along("page_first_direct")} == {(4096, 2 * buffer, entry)}
-    assert {*along("page_first")} == {(4 * 4 * entry + 32, 2 * entry, 4 * entry)}  # whole cache lines
-    assert {*along("layer_first")} == {(buffer, 2 * 6 * buffer, entry)}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_no_byte_of_a_layout_belongs_to_two_pieces_or_lies_outside(layout: str, dtype: str) -> None:

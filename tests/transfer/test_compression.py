@@ -17,7 +17,7 @@ from kvarve.memory.encodings import codec
 from kvarve.memory.record import HEADER_BYTES, whole
 from kvarve.memory.seals import Tag
 from kvarve.regions import HostRegion
-from kvarve.storage import Breaker, MemoryStorage, Storage, Tiers, open_storage
+from kvarve.storage import MemoryStorage, Storage, Tiers, open_storage
 from kvarve.storage.memory import forget_memory
 from kvarve.storage.urls import check_storage
 from kvarve.testing import ByteCapacitySuite, MakeStorage, StorageSuite
@@ -98,19 +98,6 @@ def test_every_setting_reads_what_every_other_has_written(writes: str, reads: st
     plain = sum(len(page) for page in pages.values())
     # `auto` does not know yet whether it would pay.
     assert inner.usage().bytes == plain if writes in ("no", "auto") else (inner.usage().bytes or 0) < plain
-
-
-def test_what_is_compressed_takes_less_of_the_capacity() -> None:
-    pages = records(20)
-    size = len(pages["bfloat16-0"])
-    plain, small = Compressed(memory(14 * size)), Compressed(memory(14 * size), "zstd")
-    put_all(plain, pages)
-    put_all(small, pages)
-    assert sum(plain.exists([*pages])) == 14 and sum(small.exists([*pages])) == 20
-    assert totals(Breaker(small, deadline_s=1.0)) == {
-        "attention": {"plain_bytes": 20 * size, "stored_bytes": small.usage().bytes, "on": 1}
-    }
-    assert totals(Breaker(plain, deadline_s=1.0)) == {}
 
 
 def test_a_tag_is_of_the_plain_record() -> None:

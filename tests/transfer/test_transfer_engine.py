@@ -140,28 +140,6 @@ def test_a_page_goes_all_the_way_down_and_comes_back_as_it_was(bench: Bench) -> 
     assert all((tensor == -1).all() for tensor in bench.content(0, 3)), "a slot outside the copy was written"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_storage_has_the_same_bytes_whatever_the_layout_and_any_other_takes_them(layout: str) -> None:
-    pages = [(pool, page) for pool in (0, 1) for page in (2, 5)]
-    bench, direct = Bench(layout=layout), Bench()
-    before = {at: bench.content(*at) for at in pages}
-    stored = list[list[bytes]]()
-    for each in (bench, direct):
-        each.store(*pages)
-        records = [bytearray(each.host[pool].stride) for pool, _ in pages]
-        names = [each.name(page, pool) for pool, page in pages]
-        assert each.inner.get(names, [memoryview(record) for record in records]) == [*map(len, records)]
-        stored.append([bytes(record) for record in records])
-    assert stored[0] == stored[1]
-    bench.attach(direct.storage)
-    for tensor in (tensor for arena in bench.device for tensor in arena.buffers.values()):
-        tensor.fill_(-1)
-    assert bench.fetch(*((pool, page, 7 - page) for pool, page in pages)).good == 0b1111
-    assert bench.copy(H, D, *((pool, page, 7 - page, page - 1) for pool, page in pages)).good == 0b1111
-    for (pool, page), expected in before.items():
-        assert all(map(torch.equal, bench.content(pool, page - 1), expected))
-
-
 def test_a_probe_says_which_pages_are_there(bench: Bench) -> None:
     bench.store((0, 0), (1, 3))
     asked = tuple(Page(pool, bench.key(page), -1, -1) for pool, page in [(0, 0), (1, 0), (0, 3), (1, 3)])
