@@ -60,7 +60,7 @@ def order_of(core: Core) -> str:
 
 
 @pytest.mark.parametrize(
-    ("traffic", "chosen"), [([*scan(1000)], "s3fifo"), ([*conversations(700)], "lru")], ids=["scan", "conversations"]
+    ("traffic", "chosen"), [([*scan(700)], "s3fifo"), ([*conversations(700)], "lru")], ids=["scan", "conversations"]
 )
 def test_it_becomes_the_order_that_hits_more(traffic: list[list[int]], chosen: str) -> None:
     found = {name: hits(core := new_core(name), traffic) for name in ("lru", "s3fifo", "auto")}

@@ -10,7 +10,12 @@ from kvarve.errors import ConfigError
 from kvarve.testing.world import Life, Trouble, attempt, born, live
 from kvarve.testing.world.shop import Shop
 
-DEAR = ("passed-once-it-asks-storage", "given-up-and-claimed-again", "a-head-whose-copies-come-is-not-held-up")
+DEAR = (
+    "passed-once-it-asks-storage",
+    "given-up-and-claimed-again",
+    "a-head-whose-copies-come-is-not-held-up",
+    "judged-by-one-that-was-not-admitted",
+)
 LIVES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.long] if path.stem in DEAR else [])
     for path in sorted((Path(__file__).parent / "engine_lives").glob("*.json"))
@@ -64,6 +69,7 @@ def test_a_request_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert "every accepted request has a last output" in found.text
 
 
+@pytest.mark.long
 def test_a_scheduler_that_lets_requests_be_passed_for_ever_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "OVERTAKEN", 1 << 30)
     with pytest.raises(AssertionError, match="passed by 9 that hold it up"):

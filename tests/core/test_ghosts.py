@@ -63,7 +63,7 @@ def test_a_salt_with_more_than_its_share_forgets_its_own_first() -> None:
 
 
 def test_of_random_traffic_exactly_what_was_there_and_is_not_is_remembered() -> None:
-    for seed in range(3):
+    for seed in range(2):
         dice = random.Random(seed)
         pools = dice.choice([(ATTENTION,), (ATTENTION, STATE), (STATE,)])
         world = World(config=config(*pools, device=dice.choice([8, 14]), host=dice.choice([0, 12])))

@@ -151,22 +151,23 @@ def test_lines_of_what_waits_remember_nothing_that_has_left_the_tree() -> None:
 # --- storage and the host's pages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK])
 def test_a_storage_leaves_the_host_what_it_keeps_without_one(policy: WritePolicy) -> None:
     """Pages fetched through the host do not stay there, if the write policy would not put them there:
     memory hits as much as without a storage, within a twentieth."""
     dice = random.Random(1)
-    picks = dice.choices(range(20), [1 / (at + 1) ** 0.9 for at in range(20)], k=60)
+    picks = dice.choices(range(60), [1 / (at + 1) ** 0.9 for at in range(60)], k=500)
     found = []
     for storage in (False, True):
-        world = World(config=config(ATTENTION, device=12, host=12, storage=storage, write_policy=policy.value))
+        world = World(config=config(ATTENTION, device=32, host=32, storage=storage, write_policy=policy.value))
         hits = 0
         for pick in picks:
             hits += world.hit(prompt(2, seed=pick, extra=2))[1]
             world.request(prompt(2, seed=pick, extra=2))
         found.append(hits)
         if storage:
-            assert world.hits[Tier.STORAGE] > 5, "and storage adds to that"
+            assert world.hits[Tier.STORAGE] > 50, "and storage adds to that"
     assert found[1] >= 0.95 * found[0]
 
 

@@ -93,7 +93,7 @@ def test_a_walk_knows_as_many_pages_as_a_trie_does(prompts: list[list[int]]) -> 
     assert len(facts(root)) == len(trie), "one position for each node of the trie"
 
 
-@settings(max_examples=30)
+@settings(max_examples=8)
 @given(Prompts, st.randoms(use_true_random=False))
 def test_a_split_changes_nothing_that_is_known_of_a_position(prompts: list[list[int]], dice: random.Random) -> None:
     root, slots = top(), iter(range(10_000))

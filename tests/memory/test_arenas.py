@@ -4,34 +4,19 @@ import threading
 
 import pytest
 import torch
-from pages import NAMESPACE, a_pool, filled, in_record, noise, raw
+from pages import NAMESPACE, a_pool, filled
 
 from kvarve.errors import ConfigError
 from kvarve.memory.arenas import HostArena
 from kvarve.memory.copies import DeviceCopies
 from kvarve.memory.host_memory import zeros
 from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT, spans
-from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import DTYPE_BYTES, BufferSpec, PoolSpec
 
 CPU = torch.device("cpu")
 KV = PoolSpec(
     "kv", tuple(BufferSpec(f"layers.{n}.{what}", (4, 3, 5), "int16") for n in range(2) for what in "kv"), None
 )
-
-
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_a_piece_of_a_page_is_in_the_record_where_the_format_says(dtype: str) -> None:
-    pool, slots = a_pool(dtype, "int16"), 5
-    host = HostArena(pool, slots, NAMESPACE)
-    for number, (buffer, piece) in enumerate(zip(pool.buffers, host.pieces(CPU), strict=True)):
-        assert piece.shape == (slots, buffer.shape[0], buffer.nbytes // buffer.shape[0])
-        for slot in range(slots):
-            piece[slot] = torch.from_numpy(raw(noise(buffer, 100 * number + slot))).view(piece.shape[1:])
-    for slot in range(slots):
-        for number, (buffer, found) in enumerate(zip(pool.buffers, in_record(host, slot), strict=True)):
-            assert found == raw(noise(buffer, 100 * number + slot)).tobytes()
-        assert bytes(host.record(slot)[:HEADER_BYTES]) == bytes(HEADER_BYTES), "a piece reaches into the header"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

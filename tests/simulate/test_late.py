@@ -94,7 +94,7 @@ def test_a_request_goes_where_its_pages_are(tmp_path: Path) -> None:
 
 
 def test_replicas_find_in_storage_what_others_have_computed(tmp_path: Path) -> None:
-    lines = talks(40, 6)
+    lines = talks(15, 5)
     alone, shared = (
         served(tmp_path, lines, pages=300, host=300, storage=storage, replicas=4, routing="random")
         for storage in (0, 1000)

@@ -16,6 +16,7 @@ from kvarve.simulate.sweep import COMPARED, sweep
 TINY = "builtin:tiny-hybrid"
 
 
+@pytest.mark.long
 def test_a_checkpoint_says_what_its_pages_and_states_take() -> None:
     config = SimulationConfig(1 << 30, model=TINY, page_tokens=64, chunk_tokens=256)
     facts = describe_model(TINY, "auto", 64, 256)
@@ -43,7 +44,7 @@ def test_a_sweep_tells_every_order_beside_the_bound(tmp_path: Path, capsys: pyte
 
 
 def test_a_point_of_a_sweep_is_a_replay_with_that_memory(tmp_path: Path) -> None:
-    requests = [*read_trace(trace(tmp_path, *branching(15)), 512)]
+    requests = [*read_trace(trace(tmp_path, *branching(10)), 512)]
     base = settings(0, state_bytes=3000)
     for point in sweep(requests, base):
         for order, missed in point.missed.items():

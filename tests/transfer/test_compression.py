@@ -67,6 +67,14 @@ class TestCompressed(StorageSuite, ByteCapacitySuite):
         with over_memories(lambda memory: Compressed(memory(0), "zstd")) as make:
             yield make
 
+    @pytest.mark.long
+    def test_any_history_of_calls_agrees_with_a_dict(self, make_storage: MakeStorage) -> None:
+        super().test_any_history_of_calls_agrees_with_a_dict(make_storage)
+
+    @pytest.mark.long
+    def test_any_history_of_calls_agrees_with_a_dict_that_evicts(self, make_storage: MakeStorage) -> None:
+        super().test_any_history_of_calls_agrees_with_a_dict_that_evicts(make_storage)
+
     @pytest.fixture
     def damages(self) -> dict[str, Damage]:
         """Also by an encoded record that cannot be expanded."""
@@ -275,6 +283,7 @@ def test_auto_decides_for_each_pool(clock: Clock) -> None:
     assert noise.stored_bytes == noise.plain_bytes and kv.stored_bytes < 0.75 * kv.plain_bytes
 
 
+@pytest.mark.long
 def test_auto_changes_its_mind_with_the_link(clock: Clock) -> None:
     link = Link(clock, 50e6)
     storage = Compressed(link, "auto", clock=clock)
