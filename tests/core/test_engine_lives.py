@@ -22,13 +22,15 @@ LIVES = [
 ]
 
 
-@pytest.mark.parametrize("chunk", [0, *(pytest.param(at, marks=pytest.mark.long) for at in range(1, 20))])
-def test_no_request_waits_in_vain_and_each_has_one_last_output(chunk: int) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(3), *(pytest.param(range(at, at + 10), marks=pytest.mark.long) for at in range(0, 60, 10))], ids=str
+)
+def test_no_request_waits_in_vain_and_each_has_one_last_output(seeds: range) -> None:
     seen = Counter[str]()
-    for seed in range(3 * chunk, 3 * chunk + 3):
+    for seed in seeds:
         print(f"python -m kvarve.testing.world --engine --seeds {seed}:{seed + 1}")
         seen += live(*born(seed, "engine")).seen
-    for kind in ("answered", "ran beside others", "left while waiting"):
+    for kind in ("answered", *(("ran beside others", "left while waiting") if len(seeds) == 10 else ())):
         assert seen[kind], kind
 
 
