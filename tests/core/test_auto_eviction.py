@@ -60,7 +60,7 @@ def order_of(core: Core) -> str:
 
 
 @pytest.mark.parametrize(
-    ("traffic", "chosen"), [([*scan(700)], "s3fifo"), ([*conversations(700)], "lru")], ids=["scan", "conversations"]
+    ("traffic", "chosen"), [([*scan(700)], "s3fifo"), ([*conversations(500)], "lru")], ids=["scan", "conversations"]
 )
 def test_it_becomes_the_order_that_hits_more(traffic: list[list[int]], chosen: str) -> None:
     found = {name: hits(core := new_core(name), traffic) for name in ("lru", "s3fifo", "auto")}
@@ -71,9 +71,9 @@ def test_it_becomes_the_order_that_hits_more(traffic: list[list[int]], chosen: s
 
 def test_it_follows_traffic_that_changes() -> None:
     core = new_core("auto")
-    hits(core, scan(600))
+    hits(core, scan(500))
     assert order_of(core) == "s3fifo"
-    hits(core, conversations(1200))
+    hits(core, conversations(800))
     assert order_of(core) == "lru"
     audit(core)
 

@@ -56,7 +56,7 @@ def test_a_life_of_an_engine_is_kept_in_a_file_and_played_again(tmp_path: Path) 
 
 def test_a_request_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     life, dice = born(3, "engine")
-    live(life, dice, 200)
+    live(life, dice, 120)
     end, times = Shop._end, [0]
 
     def forgetful(self: Shop, order: object) -> None:

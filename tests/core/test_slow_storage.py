@@ -142,7 +142,7 @@ def test_to_a_storage_that_is_only_to_be_read_nothing_is_sent_and_nothing_is_giv
 
 def test_lines_of_what_waits_remember_nothing_that_has_left_the_tree() -> None:
     world = World(config=config(ATTENTION, device=16, host=16, storage=True))
-    for seed in range(50):
+    for seed in range(30):
         write(world, seed, pages=2)
     backups = world.core.backups
     assert stores(world) and len(backups.pending_store) + len(backups.pending_backup) + len(backups.quarantined) <= 32

@@ -2,31 +2,15 @@
 
 from array import array
 
+from kvarve.core.lease import Phase
 from kvarve.keys import root_key
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, INDEX, STATE, World, config, prompt
+from kvarve.testing.world import ATTENTION, INDEX, STATE, World, config, fork, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
 
 # --- when slots are short
-
-
-def test_a_request_on_a_device_full_of_pinned_pages_is_computed_without_keeping() -> None:
-    world = World(config=config(ATTENTION, STATE, device=4, host=64))
-    world.request(prompt(3, seed=1))
-    first = world.start(prompt(4))
-    world.grow(first, 4)
-    world.publish(first, 4)
-    second = world.start(prompt(3, seed=1))
-    world.settle()
-    assert world.ready(second) and second.boundary == 0, "it is in the host, but no device slot is free for it"
-    assert world.grow(second, 3) == [{}, {}]
-    assert world.core.keepable(second) == 0 and world.core.counters.uncached == 3
-    world.publish(second, 0)
-    world.close(second)
-    world.close(first)
-    assert world.request(prompt(3, seed=1)).boundary == 3
 
 
 def test_a_request_is_kept_as_far_as_there_is_room() -> None:
@@ -52,6 +36,18 @@ def test_eviction_takes_the_tail_first() -> None:
     world.request(prompt(6))
     world.request(prompt(2, seed=1))
     assert world.hit(prompt(6)) == (4, 4) and world.hit(prompt(2, seed=1)) == (2, 2)
+
+
+def test_what_the_device_has_of_a_prompt_stays_while_the_rest_of_it_is_loaded() -> None:
+    world = World(config=config(ATTENTION, host=64))
+    for word in (7, 8):
+        world.request(fork(3, word))
+    world.flush(DEVICE)
+    world.request(prompt(3))
+    lease = world.start(fork(3, 7))
+    assert lease.phase is Phase.LOADING and world.resident(DEVICE) == 3
+    assert world.flush(DEVICE) == 0
+    assert world.ready(lease) and lease.from_tiers() == (3, 2, 0)
 
 
 def test_a_state_goes_with_the_attention_pages_that_lead_to_it() -> None:

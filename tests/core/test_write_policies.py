@@ -1,5 +1,6 @@
 """Which pages are backed up and stored, and what changes when a storage is attached or detached."""
 
+import pytest
 from flights import copies, fetching
 
 from kvarve.core.backups import RETRY_BUDGET
@@ -153,11 +154,14 @@ def test_what_comes_late_from_a_storage_that_has_gone_is_stored_in_the_next_one(
     assert len(world.storage.objects) == 6
 
 
-def test_a_storage_that_is_attached_in_place_of_another_is_not_taken_for_it() -> None:
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_storage_that_is_attached_in_place_of_another_is_not_taken_for_it(detached: bool) -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     world.request(prompt(4), rest=False)
     while not copies(world, HOST, STORAGE):
         world.step([world.end(op) for op in [*world.flying]])
+    if detached:
+        world.detach()
     world.attach()
     world.step([world.end(op) for op in [*world.flying]])
     world.request(prompt(4))

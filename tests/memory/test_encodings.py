@@ -86,6 +86,14 @@ def test_an_encoded_record_has_each_field_where_the_documentation_says() -> None
     assert not any(data[end:])
 
 
+@pytest.mark.parametrize("cut", [256, 4096, 12_288])
+def test_a_record_in_pieces_is_encoded_as_one_that_is_whole(cut: int) -> None:
+    _, record = a_record("bfloat16")
+    into = memoryview(bytearray(record.nbytes + BLOCK_BYTES))
+    size, _ = encode([record[:cut], record[cut:]], codec("zstd"), into)
+    assert into[:size] == sure(record)
+
+
 # --- hostile bytes
 
 

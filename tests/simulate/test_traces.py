@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import command, line, trace
+from traces import command, trace
 
 from kvarve.errors import ConfigError
 from kvarve.simulate import TraceRequest, read_trace
@@ -92,14 +92,6 @@ def test_a_line_of_no_known_format_is_named(tmp_path: Path, bad: dict[str, Any],
     with pytest.raises(ConfigError) as error:
         read(tmp_path, bad)
     assert str(error.value).startswith(f"trace {tmp_path / 'trace.jsonl'}, line 1: {complaint}")
-
-
-def test_a_trace_has_one_format(tmp_path: Path) -> None:
-    tokens = {"timestamp": 0, "tokens": [1]}
-    with pytest.raises(ConfigError, match="line 2: no input_length, output_length, hash_ids"):
-        read(tmp_path, {"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [1]}, tokens)
-    with pytest.raises(ConfigError, match="line 2: no tokens"):
-        read(tmp_path, tokens, line([1]))
 
 
 # --- the small one
