@@ -1,11 +1,14 @@
 """A request's life in the core by example: side by side with others, its private copies, limits and illegal calls."""
 
+from typing import Any
+
 import pytest
 from flights import fetching
 
 from kvarve.core.cache import Core
 from kvarve.core.lease import Phase
 from kvarve.core.policies import WAIT_COMPLETE
+from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, extend, pack
 from kvarve.model import Tier
@@ -135,6 +138,25 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
         pack([-1])
 
 
-def test_a_tier_cannot_have_fewer_than_no_slots() -> None:
-    with pytest.raises(ConfigError, match="attention: -1 slots on the host"):
-        Core(config(ATTENTION, device=4, host=-1))
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"device": -1}, "attention: -1 slots on the device"),
+        ({"eviction": "mru"}, "known: lru"),
+        ({"salt_share": 0.0}, "one salt"),
+        ({"salt_share": 1.5}, "one salt"),
+        ({"offload_horizon_bytes": -1}, "cannot be negative"),
+        ({"snapshot_gap": -1}, "give 0 or more"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        World(config=config(ATTENTION, **({"device": 4} | wrong)))
+
+
+def test_a_cache_needs_slots_and_a_storage_needs_a_host() -> None:
+    with pytest.raises(ConfigError, match="slots on the device or in the host"):
+        CoreConfig((ATTENTION,), {})
+    with pytest.raises(ConfigError, match="host"):
+        Core(config(ATTENTION)).attach()

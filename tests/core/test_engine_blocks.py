@@ -7,8 +7,6 @@ import pytest
 
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.outside import EngineCore
-from kvarve.core.settings import CoreConfig
-from kvarve.errors import ConfigError
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, config, fork, prompt
 from kvarve.testing.world.blocks import EngineWorld
@@ -108,11 +106,6 @@ def test_a_full_host_saves_the_beginning() -> None:
     here.forward(lease, 6)
     assert here.save(lease, -1) == [0b001111, 0b001111]
     assert here.core.counters.uncached == 4
-
-
-def test_a_core_needs_slots_somewhere() -> None:
-    with pytest.raises(ConfigError, match="slots on the device or in the host"):
-        CoreConfig((ATTENTION,), {})
 
 
 @pytest.mark.parametrize("engine_has", [0, 3])

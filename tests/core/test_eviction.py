@@ -6,7 +6,6 @@ from kvarve.core.eviction import ORDERS
 from kvarve.core.eviction.cost import PageCost
 from kvarve.core.eviction.order import OrderContext
 from kvarve.core.tree import Run
-from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import PoolSpec, Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
@@ -134,11 +133,6 @@ def test_an_order_forgets_what_left_the_tree(order: str) -> None:
         world.request(prompt(2, seed=seed))
     place = int(Tier.DEVICE)
     assert len(world.core.slot_pools.orders[place].runs()) <= 16
-
-
-def test_an_unknown_order_is_refused() -> None:
-    with pytest.raises(ConfigError, match="known: lru"):
-        World(config=config(ATTENTION, eviction="mru"))
 
 
 @pytest.mark.parametrize(("pages", "expected"), [(1, 0.0), (4, 50.0), (200, 99.0)])

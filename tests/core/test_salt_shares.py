@@ -8,7 +8,6 @@ from kvarve.core.cache import Core
 from kvarve.core.lease import Lease
 from kvarve.core.salt_shares import SaltShares
 from kvarve.core.settings import CoreConfig
-from kvarve.errors import ConfigError
 from kvarve.keys import pack, root_key
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, STATE, WINDOW, World, config, prompt
@@ -121,9 +120,3 @@ def test_salts_that_keep_nothing_are_forgotten() -> None:
         ask(world, 0, f"salt {number}")
     world.flush(Tier.DEVICE)
     assert not shares(world).held and not shares(world).orders
-
-
-@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
-def test_a_share_is_above_nothing_and_at_most_all(share: float) -> None:
-    with pytest.raises(ConfigError, match="one salt"):
-        config(ATTENTION, device=16, salt_share=share)

@@ -24,7 +24,6 @@ from kvarve.core.reasons import Reason
 from kvarve.core.settings import CoreConfig, Counters
 from kvarve.core.slot_pools import SlotPools
 from kvarve.core.tree import Run
-from kvarve.errors import ConfigError
 from kvarve.testing.world import Life, Trouble, attempt, born, live, shrink
 from kvarve.testing.world.__main__ import main
 from kvarve.testing.world.life import ACTIONS
@@ -257,11 +256,6 @@ def test_a_file_that_is_no_life_is_refused(
     assert main(["--replay", str(path)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and "not a life" in told and told.count("\n") == 1
-
-
-def test_an_action_needs_what_it_takes() -> None:
-    with pytest.raises(ConfigError, match="grow"):
-        Life(0, 1, draw(random.Random(0)), [["grow", 1]]).check()
 
 
 def test_an_action_that_means_nothing_does_nothing() -> None:

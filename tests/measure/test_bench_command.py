@@ -86,15 +86,6 @@ def test_other_loads_run(url: str) -> None:
 
 
 @pytest.mark.long
-def test_requests_that_fail_are_counted_and_told(url: str) -> None:
-    words = ["--input-tokens", "40000", "--requests", "2", "--warmup", "0", "--rounds", "1", "--json", "-"]
-    done = bench("serving", "--server", url, *words)
-    assert done.returncode == 1
-    (row,) = json.loads(done.stdout)["rounds"]
-    assert (row["requests"], row["failed"]) == (0, 2) and "HTTP 400" in row["error"]
-
-
-@pytest.mark.long
 def test_what_a_server_refuses_is_one_line(url: str, tmp_path: Path) -> None:
     for words, complaint in (
         (["--server", url, "--requests", "1"], "the cache is not flushed (HTTP 401"),

@@ -178,16 +178,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     assert printed.err == ""
 
 
-def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:
-    path = trace(tmp_path, line([1]))
-    with pytest.raises(ConfigError, match="not a file that can be written"):
-        command(path, "--device-memory", "1GiB", "--json", tmp_path / "missing" / "report.json")
-    with pytest.raises(ConfigError, match="--limit"):
-        command(path, "--device-memory", "1GiB", "--limit", "0")
-    with pytest.raises(ConfigError, match="'plenty' is not a size"):
-        command(path, "--device-memory", "plenty")
-
-
 def test_storing_pages_that_no_request_uses_pauses_and_the_report_says_so(tmp_path: Path) -> None:
     path = trace(tmp_path, *(line([10 * at + block for block in range(4)], at=at) for at in range(150)))
     always = replay(path, settings(8, host=8, storage=64, policies=Policies(offload_pays_at=0.0)))
