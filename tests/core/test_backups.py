@@ -113,6 +113,13 @@ def test_a_storage_that_was_away_gets_all_that_is_still_in_memory() -> None:
     assert world.core.counters.dropped_evicted == world.core.counters.dropped_failed == 0
 
 
+def test_what_storage_has_may_leave_memory_uncounted() -> None:
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    world.request(prompt(4))
+    world.flush(DEVICE, HOST)
+    assert world.core.counters.dropped_evicted == 0
+
+
 def test_a_storage_that_keeps_failing_is_not_waited_for() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     write(world, 1)

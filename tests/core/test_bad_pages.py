@@ -42,22 +42,21 @@ def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_
     assert len(world.storage.objects) == 4
 
 
-def test_a_page_with_a_bad_copy_in_the_host_may_leave_when_a_good_one_has_taken_its_place() -> None:
-    world = World(config=config(ATTENTION, device=8, host=64))
+def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_still_read() -> None:
+    world = World(config=config(ATTENTION, STATE, device=8, host=64))
     world.request(prompt(4))
     world.flush(DEVICE)
-    world.rot(HOST, 2, prompt(4))
+    world.rot(HOST, 3, prompt(4), pool=1)
     one, two = world.start(prompt(4)), world.start(prompt(4))
     first, second = world.flying
     world.step([world.end(first)])
-    assert one.boundary == 2
-    world.compute(one, rest=False)  # while the other still reads the bad one, which therefore stays
+    world.close(two)  # its copy stays in flight
+    world.compute(one, rest=False)
+    assert world.resident(DEVICE, pool=1) == 1
+    world.flush(DEVICE)
+    assert world.resident(DEVICE, pool=1) == 0
     world.step([world.end(second)])
-    world.close(two)
-    for _ in range(2):
-        world.flush(DEVICE)
-        world.settle()
-    assert world.hit(prompt(4)) == (0, 4) and world.resident(DEVICE) == 0
+    assert world.hit(prompt(4)) == (0, 0), "there was none but the bad one"
 
 
 def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary() -> None:

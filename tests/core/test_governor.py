@@ -65,12 +65,6 @@ def test_in_a_pause_one_run_in_sixteen_goes_down_and_what_was_used_twice() -> No
     assert all(governor.wants(a_run(word, uses=2)) for word in range(100))
 
 
-def test_the_sample_is_the_same_on_all_ranks_and_however_long_a_run_grows() -> None:
-    one, other = paused(), paused()
-    for word in range(200):
-        assert one.wants(a_run(word)) == other.wants(a_run(word)) == one.wants(a_run(word, pages=9))
-
-
 def test_storing_goes_on_when_the_sample_pays() -> None:
     governor = paused()
     for run, number in zip(sampled(governor), range(HORIZON), strict=False):

@@ -62,9 +62,3 @@ def test_a_prompt_that_storage_has_evicted_goes_there_again() -> None:
         world.forget(position, prompt(6))
     lease, sent = handed_over(world)
     assert sent == 6 and stored(world, lease) == 6
-
-
-def test_a_selective_write_policy_stores_what_is_handed_over() -> None:
-    world = World(config=config(ATTENTION, device=64, host=64, storage=True, write_policy="write_through_selective"))
-    lease, _ = handed_over(world)
-    assert stored(world, lease) == 6

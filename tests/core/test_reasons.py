@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 
 from kvarve.core.lease import Lease
-from kvarve.core.reasons import Reason
 from kvarve.keys import pack
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, PATIENCES, STATE, World, config, fork, prompt
@@ -118,14 +117,6 @@ def test_what_a_request_or_a_policy_does_not_want_is_not_read() -> None:
     assert ask(world, prompt(6)) == {"not_read": 12, "below_grid": 1}
     world.flush(DEVICE, HOST)
     assert ask(world, prompt(7)) == {"not_read": 12, "unknown": 2, "below_grid": 1}
-
-
-def test_a_request_that_was_closed_before_it_resumed_has_read_nothing() -> None:
-    world = World(config=HOLDS)
-    world.request(prompt(6))
-    lease = world.open(prompt(6))
-    world.close(lease)
-    assert world.core.explain(lease) == {Reason.NOT_READ: len(prompt(6))}
 
 
 def test_reasons_are_those_of_the_prompt_as_it_was_asked() -> None:

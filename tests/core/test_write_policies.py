@@ -104,6 +104,12 @@ def test_write_back_demotes_before_it_drops() -> None:
     assert world.request(prompt(6)).from_tiers() == (0, 0, 6)
 
 
+def test_a_run_with_more_states_than_the_host_holds_comes_to_rest() -> None:
+    world = World(config=config(ATTENTION, STATE, device=32, host=[32, 2], snapshot_every=2 * PAGE_TOKENS))
+    world.request(prompt(8))
+    assert world.resident(HOST, pool=1) == 2
+
+
 # --- a storage that is attached and detached
 
 
@@ -129,6 +135,10 @@ def test_a_storage_that_is_attached_gets_what_is_in_memory_when_asked() -> None:
     world.attach(world.storage, back_up=True)
     world.settle()
     assert len(world.storage.objects) == 5
+    world.detach()
+    world.attach(back_up=True)
+    world.settle()
+    assert len(world.storage.objects) == 5, "another storage has nothing of that"
 
 
 def test_a_storage_that_is_attached_gets_all_that_a_prompt_resumes_from_also_what_others_share() -> None:
