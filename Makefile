@@ -30,10 +30,11 @@ run: setup
 run-vllm: .venv-vllm/ready
 	.venv/bin/kvarve demo --engine vllm --out out
 
+# While types are checked, the byte code of all that is tested is made, which else each of pytest's processes would do.
 test: setup
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
-	.venv/bin/mypy
+	@.venv/bin/python -m pytest --collect-only > /dev/null 2>&1 & .venv/bin/mypy; ended=$$?; wait; exit $$ended
 	.venv/bin/python -m pytest --numprocesses 3 --dist loadfile
 
 # With the long tests (every family, every place to cut the power, ...), long lives, a sample of the mutants and the engines:

@@ -37,8 +37,9 @@ class Budget:
         self.scale, self.scaled = 1.0, 0.0
 
     def pytest_collection_finish(self) -> None:
-        for name in LAZY:
-            importlib.import_module(name)
+        if "transformers" in sys.modules:
+            for name in LAZY:
+                importlib.import_module(name)
         if forks := sys.modules.get("forks"):
             forks.ready()
         gc.collect()
@@ -140,5 +141,10 @@ def living(pid: str) -> float:
     return seconds
 
 
+def listed() -> dict[str, str]:
+    """The reason why each of these may be dear."""
+    return tomllib.loads(LIST.read_text())
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Budget(tomllib.loads(LIST.read_text())), "costs of tests")
+    config.pluginmanager.register(Budget(listed()), "costs of tests")

@@ -7,7 +7,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest_plugins = ["budget"]
+pytest_plugins = ["budget", "pytester"]
 
 settings.register_profile("kvarve", deadline=None)
 if settings.get_current_profile_name() in ("default", "ci"):  # else the caller has chosen a profile

@@ -20,8 +20,6 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PRELOADED = [
     "pytest",  # the main module of the process that asks
     "transformers.models.qwen3_5.modeling_qwen3_5",
@@ -105,6 +103,8 @@ def _run(words: list[str], warned: bool, cwd: str | None, environment: Mapping[s
     os.environ.clear()
     os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:
+        import torch
+
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if cwd is not None:
         os.chdir(cwd)

@@ -5,11 +5,12 @@ import struct
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressible import a_record, key
+from compressible import a_record, key, numbers
 from kvarve.errors import ConfigError
 from kvarve.memory.encodings import Broken, codec, decode, encode, expanded, plain_bytes
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, record_bytes, whole
@@ -92,6 +93,65 @@ def test_a_record_in_pieces_is_encoded_as_one_that_is_whole(cut: int) -> None:
     into = memoryview(bytearray(record.nbytes + BLOCK_BYTES))
     size, _ = encode([record[:cut], record[cut:]], codec("zstd"), into)
     assert into[:size] == sure(record)
+
+
+# --- what is worth the time
+
+
+class Counting:
+    """Zstandard, which notes how many bytes each call compresses."""
+
+    number = 1
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def compress(self, data: memoryview) -> bytes:
+        self.sizes.append(len(data))
+        return codec("zstd").compress(data)
+
+    def expand(self, data: memoryview, size: int) -> bytes:
+        return codec("zstd").expand(data, size)
+
+
+def a_record_of(payload: bytes) -> memoryview:
+    record = memoryview(bytearray(record_bytes(len(payload))))
+    record[256 : 256 + len(payload)] = payload
+    return record
+
+
+def tried(payload: bytes) -> tuple[int | None, list[bool], Counting]:
+    """What a record of this payload takes encoded, which of its planes were found to shrink, and what that took."""
+    using, record = Counting(), a_record_of(payload)
+    size, worth = encode([record], using, memoryview(bytearray(record.nbytes + BLOCK_BYTES)))
+    return size, [*worth], using
+
+
+@pytest.mark.parametrize(("payload_bytes", "sample_bytes"), [(1 << 20, 1 << 14), (40_000, 4096)])
+def test_of_noise_a_sample_is_compressed_and_no_more(payload_bytes: int, sample_bytes: int) -> None:
+    size, worth, using = tried(numbers("noise", payload_bytes))
+    assert size is None and worth == [False] * 4
+    assert len(using.sizes) == 4 and all(sample_bytes <= each < 1.01 * sample_bytes for each in using.sizes)
+
+
+def test_a_plane_of_less_than_two_samples_is_compressed_as_a_whole() -> None:
+    _, worth, using = tried(numbers("noise", 20_000))
+    assert worth == [True] * 4 and len({*using.sizes}) == 1 and sum(using.sizes) == record_bytes(20_000) - HEADER_BYTES
+
+
+def test_the_middle_of_a_plane_tells_whether_it_is_compressed() -> None:
+    noise, zeros = numbers("noise", 100_000), bytes(100_000)
+    size, worth, _ = tried(zeros + noise + zeros)
+    assert size is None and worth == [False] * 4
+    size, worth, _ = tried(noise + zeros + noise)
+    assert size is not None and size < 250_000 and worth == [True] * 4
+
+
+def test_a_plane_that_shrinks_by_less_than_a_20th_stays_as_it_is() -> None:
+    noise = np.frombuffer(numbers("noise", 1 << 20), np.uint8)
+    seven_bits, most = tried((noise & 127).tobytes()), tried((noise % 220).tobytes())
+    assert seven_bits[0] is not None and seven_bits[1] == [True] * 4
+    assert most[:2] == (None, [False] * 4)
 
 
 # --- hostile bytes

@@ -246,6 +246,25 @@ def test_a_change_that_one_rank_cannot_make_is_under_way_until_all_have_said_so(
     cache.shutdown(5)
 
 
+class Rung(Alone):
+    """Counts how often its sleep is to end."""
+
+    def __init__(self) -> None:
+        self.rung = 0
+
+    def wake(self) -> None:
+        self.rung += 1
+
+
+def test_waking_a_cache_ends_the_sleep_of_its_agreement() -> None:
+    agreement = Rung()
+    cache = PrefixCache(an_identity(), a_config(), agreement=agreement, clock=Clock())
+    before = agreement.rung
+    cache.wake()
+    assert agreement.rung == before + 1
+    cache.shutdown(5)
+
+
 class Meeting:
     """The agreement of ranks that are threads: each step is one on all of them, at the first one's time."""
 

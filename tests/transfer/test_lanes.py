@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from gates import threads
-from kvarve.core.effects import Ended
+from kvarve.core.effects import Ended, Event
 from kvarve.errors import StorageError
 from kvarve.transfer.lanes import MOST_HANGING, PASSED, Ends, Lane
 
@@ -421,6 +421,26 @@ def test_a_wait_ends_when_something_ends_or_it_is_woken(gate: Gate) -> None:
     assert ends.wait(LONG_S)
     assert ends.collect() == [Ended(0, 1)]
     assert lane.close(LONG_S)
+
+
+def test_a_thread_that_sleeps_elsewhere_is_rung_when_it_would_find_itself_woken() -> None:
+    ends, found = Ends(), list[bool]()
+    ends.rings = lambda: found.append(ends.woken())
+    ends.wake()
+    assert found == [True]
+    assert ends.collect() == [] and not ends.woken()
+    ends.put(Ended(0, 1))
+    assert found == [True, True]
+    assert ends.collect() == [Ended(0, 1)]
+
+
+def test_an_event_that_is_handed_on_at_once_is_not_collected_and_wakes_no_thread() -> None:
+    ends, handed = Ends(), list[Event]()
+    ends.taken = lambda event: handed.append(event) is None
+    ends.rings = handed.clear
+    ends.put(Ended(0, 1))
+    assert handed == [Ended(0, 1)]
+    assert not ends.woken() and ends.collect() == []
 
 
 @pytest.mark.parametrize("seed", range(5))
