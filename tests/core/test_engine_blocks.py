@@ -100,14 +100,6 @@ def test_a_page_behind_a_gap_is_not_saved() -> None:
     assert here.save(lease, -1) == [0], "and nothing is saved twice"
 
 
-def test_a_full_host_saves_the_beginning() -> None:
-    here = world(ATTENTION, STATE, host=4)
-    lease = here.start(prompt(6))
-    here.forward(lease, 6)
-    assert here.save(lease, -1) == [0b001111, 0b001111]
-    assert here.core.counters.uncached == 4
-
-
 @pytest.mark.parametrize("engine_has", [0, 3])
 @pytest.mark.parametrize("pools", [(ATTENTION,), (ATTENTION, WINDOW, STATE)])
 def test_storage_brings_the_pages_behind_those_that_only_the_engine_has(

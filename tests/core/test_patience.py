@@ -37,16 +37,6 @@ def test_patience_does_not_run_while_a_probe_waits_behind_others_that_go_on() ->
         assert lease.phase is Phase.FETCHING
 
 
-def test_patience_runs_for_a_copy_that_has_begun() -> None:
-    world = stocked(1)
-    lease = waiting(world, 0, Patience(2))
-    world.step([Began(*ops(lease))], later_s=1.5)
-    world.step(later_s=1.9)
-    assert lease.phase is Phase.PROBING
-    world.step(later_s=0.2)
-    assert lease.ready and lease.boundary == 0
-
-
 def test_patience_runs_where_nothing_moves() -> None:
     """All workers hang, so a request that waits behind them gives up as if they were its own."""
     world = stocked(1)

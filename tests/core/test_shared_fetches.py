@@ -4,7 +4,7 @@ from kvarve.core.effects import Began, Copy
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, STATE, World, config, fork, prompt
+from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 PATIENCE_S = 3.0
@@ -40,18 +40,6 @@ def test_sixteen_requests_for_one_stored_prompt_read_it_once() -> None:
         assert world.ready(lease) and lease.boundary == 12
     assert leases[0].from_tiers() == (0, 0, 12)
     assert all(each.from_tiers() == (0, 0, 12) for each in leases), "each has waited for storage"
-
-
-def test_what_a_request_needs_beyond_another_one_s_pages_it_fetches_itself() -> None:
-    world = stored()
-    longer = fork(4, word=1)
-    world.request(longer)
-    world.flush(DEVICE, HOST)
-    before = fetched(world)
-    ask(world, prompt(6))
-    branch = ask(world, longer)
-    world.settle()
-    assert world.ready(branch) and branch.boundary == 6 and fetched(world) == before + 6 + 2
 
 
 def test_a_fetch_that_fails_is_tried_once_more_for_all_that_waited_for_it() -> None:

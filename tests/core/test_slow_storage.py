@@ -8,6 +8,7 @@ from kvarve.core.backups import MAX_BACK_OFF_S, QUARANTINE_S, RETRY_BUDGET
 from kvarve.core.copies import STORE
 from kvarve.core.effects import Refusal
 from kvarve.core.policies import WritePolicy
+from kvarve.keys import pack
 from kvarve.model import Tier
 from kvarve.testing.world import World
 from kvarve.testing.world.dirty import WHY
@@ -169,6 +170,15 @@ def test_a_storage_leaves_the_host_what_it_keeps_without_one(policy: WritePolicy
         if storage:
             assert world.hits[Tier.STORAGE] > 50, "and storage adds to that"
     assert found[1] >= 0.95 * found[0]
+
+
+def test_nothing_is_fetched_for_a_boundary_that_the_device_cannot_hold() -> None:
+    world = World(config=config(ATTENTION, STATE, device=(16, 4), host=64, storage=True))
+    world.stock(pack(prompt(16)))
+    world.stock(pack(prompt(32)))
+    lease = world.open(prompt(40))
+    assert world.ready(lease) and lease.boundary == 16
+    assert world.core.counters.fetched == 16 + 1
 
 
 # --- eviction orders and slots freed ahead of time

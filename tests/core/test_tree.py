@@ -156,17 +156,6 @@ def test_a_trimmed_run_forgets_its_tail_and_can_be_lengthened_again() -> None:
     assert tail.slot(1, 4) == 9
 
 
-def test_a_detached_leaf_still_knows_the_way_up() -> None:
-    root = top()
-    insert(root, pack([0, 0, 0, 0, 1, 1]))
-    leaf = insert(root, pack([0, 0, 0, 0, 2, 2]))
-    front = leaf.parent
-    assert front is not None
-    leaf.detach()
-    assert covering(leaf, 1) is front and [*upward(leaf, 0b11)] == [(front, 0b11)]
-    assert walk(root, pack([0, 0, 0, 0, 2, 2]))[1] == 2
-
-
 @settings(max_examples=30)
 @given(st.binary(max_size=40), st.binary(max_size=60), st.integers(0, 3), st.integers(0, 6), st.integers(1, 5))
 def test_same_pages_counts_equal_pages(left: bytes, right: bytes, start: int, most: int, width: int) -> None:
