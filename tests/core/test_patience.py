@@ -86,6 +86,16 @@ def test_wait_complete_waits_as_long_as_copies_end_one_by_one(each: bool) -> Non
     assert lease.ready and lease.boundary == (100 if each else 0), "the state is in the last copy"
 
 
+def test_patience_counts_from_the_first_step_for_a_request_that_came_before_it() -> None:
+    world = stocked(1)
+    lease = waiting(world, 0, Patience(2))
+    lease.postpone(1000.0)
+    world.step(later_s=1001.9)
+    assert lease.phase is Phase.PROBING
+    world.step(later_s=0.2)
+    assert lease.ready
+
+
 def test_a_late_page_is_not_kept_under_the_name_of_what_has_replaced_its_tokens() -> None:
     world = stocked(1)
     lease, ours = waiting(world, 0, Patience(2)), prompt(6, seed=9)

@@ -141,6 +141,12 @@ def test_to_a_storage_that_is_only_to_be_read_nothing_is_sent_and_nothing_is_giv
     assert world.core.counters.fetched, "what it has is read"
 
 
+def test_what_is_parked_when_it_leaves_memory_is_counted_as_failed() -> None:
+    world = with_a_run_that_storage_refuses()
+    world.flush(DEVICE, HOST)
+    assert world.core.counters.dropped_failed == 4 and world.core.counters.dropped_evicted == 0
+
+
 def test_lines_of_what_waits_remember_nothing_that_has_left_the_tree() -> None:
     world = World(config=config(ATTENTION, device=16, host=16, storage=True))
     for seed in range(30):

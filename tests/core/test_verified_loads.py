@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvarve.core.effects import Copy, Ended
+from kvarve.core.effects import Copy, Ended, Verified
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
 
@@ -88,6 +88,8 @@ def test_host_copies_of_fetched_pages_are_dropped_when_the_load_has_ended() -> N
 def test_a_verified_page_whose_copy_fails_is_a_bug() -> None:
     world = World(config=config(ATTENTION, host=64))
     host_only(world)
+    world.step([Verified(99, 1)])
+    assert world.core.counters.strays == 1, "no load in flight has this number"
     lease = world.open(prompt(4))
     world.claim(lease)
     world.step([world.verify(op := load_of(world))])
