@@ -2,7 +2,6 @@
 
 from flights import in_flight
 
-from kvarve.core.effects import Copy
 from kvarve.core.lease import Phase
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, prompt
@@ -22,26 +21,6 @@ def test_a_host_page_that_fails_its_check_is_not_used_and_a_recomputed_one_repla
     assert (lease.boundary, lease.from_tiers()) == (5, (0, 5, 0)) and world.core.counters.bad_host == 1
 
 
-def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_device() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    lease = world.start(prompt(4))
-    world.settle()
-    world.grow(lease, 4)
-    world.publish(lease, 4)
-    world.close(lease)
-    world.step()
-    world.step([world.end(in_flight(world).op)])
-    store = in_flight(world)
-    assert isinstance(store, Copy) and store.target is STORAGE
-    world.step([world.end(store.op, rotten=0b100)])
-    world.settle()
-    assert world.core.counters.bad_host == 1
-    world.flush(DEVICE)
-    world.settle()
-    assert world.hit(prompt(4)) == (0, 4), "the device had a good page all the time"
-    assert len(world.storage.objects) == 4
-
-
 def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_still_read() -> None:
     world = World(config=config(ATTENTION, STATE, device=8, host=64))
     world.request(prompt(4))
@@ -57,6 +36,24 @@ def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_
     assert world.resident(DEVICE, pool=1) == 0
     world.step([world.end(second)])
     assert world.hit(prompt(4)) == (0, 0), "there was none but the bad one"
+
+
+def test_a_bad_host_page_is_not_replaced_while_a_copy_still_reads_it() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    world.request(prompt(4))
+    world.flush(DEVICE)
+    world.rot(HOST, 2, prompt(4))
+    one, two = world.start(prompt(4)), world.start(prompt(4))
+    first, second = world.flying
+    world.step([world.end(first)])
+    three = world.open(prompt(4))
+    while three.ops:  # storage has a good one, and brings it
+        world.step([world.end(op) for op in sorted(three.ops)])
+    world.step([world.end(second)])
+    assert one.boundary == two.boundary == 2 and world.core.counters.fetched == 1
+    for lease in (one, two, three):
+        world.close(lease)
+    assert world.request(prompt(4)).boundary == 4, "now it may"
 
 
 def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary() -> None:

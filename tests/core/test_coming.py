@@ -120,6 +120,17 @@ def test_a_scheduler_sleeps_until_it_is_time_to_ask_again() -> None:
     assert world.core.patience_ends() == pytest.approx(world.now + ASK_AGAIN_S)
 
 
+def test_states_that_the_boundary_of_a_ticket_does_not_read_are_not_waited_for() -> None:
+    """They were perhaps never kept."""
+    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
+    world.stock(pack(prompt(4)))
+    for position in range(3):
+        world.forget(position, prompt(4), pool=1)
+    lease = opened(world)
+    world.settle()
+    assert lease.ready and lease.boundary == 4
+
+
 def test_pages_that_storage_has_lost_are_dirty_again_though_others_are_awaited() -> None:
     settings = config(ATTENTION, STATE, device=(64, 4), host=(64, 4), storage=True, snapshot_every=PAGE_TOKENS)
     world = World(config=settings)

@@ -43,14 +43,6 @@ def test_a_state_is_kept_where_a_prompt_leaves_a_known_one() -> None:
     assert world.request(fork(3, 8)).boundary == 3
 
 
-def test_a_model_without_attention_resumes_where_its_states_and_windows_are() -> None:
-    world = World(config=config(STATE, WINDOW))
-    world.request(prompt(6))
-    assert world.request(prompt(6)).boundary == 6
-    assert world.request(prompt(9)).boundary == 6
-    assert [world.resident(DEVICE, pool) for pool in (0, 1)] == [2, 6], "windows and states of 6 and 9"
-
-
 def test_salts_share_nothing() -> None:
     world = World(config=config(ATTENTION))
     world.request(prompt(4), salt="mine")
