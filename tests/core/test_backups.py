@@ -246,7 +246,7 @@ def test_a_rest_of_a_quarter_goes_with_the_copy_before_it(pages: int, copies: li
 
 def test_a_prompt_is_stored_though_others_have_another_page_whenever_their_store_ends() -> None:
     world = World(config=config(ATTENTION, device=256, host=256, storage=True))
-    growing = [world.start(prompt(8, seed=seed), read=False) for seed in range(16)]
+    growing = [world.start(prompt(8, seed=seed), read=False) for seed in range(12)]
     for upto in range(1, 6):
         stored = stores(world)
         for lease in growing:

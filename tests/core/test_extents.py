@@ -35,11 +35,10 @@ def test_a_budget_is_cut_into_whole_slots_of_every_pool() -> None:
     assert cut(100, (12, 77), (2, 2)) is None, "too little for two slots of each"
 
 
-def test_small_slots_that_do_not_divide_a_large_one_make_an_extent_hardly_larger() -> None:
-    """Extents that were a multiple of 261 and 7 blocks took 7.5 MB for a page of 2.1 MB, and nothing had the rest."""
-    sizes = (523 * 4096, 2 * 4096, 68 * 4096)
-    found = cut(320 * sizes[0], sizes, (8, 128, 2), (0.9, 0.05, 0.05), unit=4096)
-    assert found is not None and found.slots(0) > 300
+def test_slots_of_the_pool_that_is_likely_to_have_most_fill_an_extent() -> None:
+    pages, states = (cut(1 << 30, (700_000, 1_111_000), (8, 2), shares) for shares in ((0.9, 0.1), (0.1, 0.9)))
+    assert pages is not None and pages.nbytes % 700_000 == 0
+    assert states is not None and states.nbytes % 1_111_000 == 0
 
 
 @pytest.mark.parametrize("sizes", [(3 * 4096, 19 * 4096), (4096, 5 * 4096, 7 * 4096)])

@@ -98,7 +98,7 @@ def test_who_hears_all_knows_what_is_in_each_tier(kind: str, seeds: range) -> No
     for seed in seeds:
         print(f"seed {seed}")
         life, dice = born(seed, kind)
-        live(life, dice, 250 if len(seeds) > 1 else 100)
+        live(life, dice, 250 if len(seeds) > 1 else {"core": 80, "blocks": 100}[kind])
         mirrors.append(retold(life))
     assert sum(each.entered for each in mirrors) >= sum(each.left for each in mirrors) > 0
     assert {tier for each in mirrors for tier, _ in each.pages} >= {Tier.HOST, Tier.STORAGE}

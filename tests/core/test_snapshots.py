@@ -98,6 +98,13 @@ def test_a_device_of_an_engine_keeps_what_the_engine_wants() -> None:
     assert not core_for(config(ATTENTION, STATE, device=None, host=64, cut=cut, step_share=1.0)).slot_pools.step(64)
 
 
+def test_a_prompt_that_has_lost_its_end_is_resumed_on_the_way() -> None:
+    world = on_the_way(extents=20)
+    world.request(prompt(11), chunks=11)
+    world.request(prompt(8, seed=1), chunks=8)
+    assert world.hit(prompt(11)) == (8, 8)
+
+
 # --- at the end of each chunk, while there is room
 
 

@@ -107,11 +107,7 @@ def test_any_other_file_is_refused_in_one_line_without_its_bytes(tmp_path, conte
 
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
-    for path, said in (
-        ("none", "No such file"),
-        ("pipe", "no file of 32"),
-        (".", "Is a directory"),
-        ("a\0b", "null byte"),
-    ):
+    folder, file = "Is a directory", "no file of 32"
+    for path, said in (("none", "No such file"), ("pipe", file), (".", folder), ("a\0b", "null byte")):
         with pytest.raises(ConfigError, match=said):
             seal_of(f"{tmp_path}/{path}")

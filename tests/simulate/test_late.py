@@ -21,11 +21,6 @@ def patient() -> Policies:
     return Policies(prefetch_policy="wait_complete")
 
 
-def test_pages_from_the_host_come_as_fast_as_it_is_copied(tmp_path: Path) -> None:
-    config = settings(2, host=8, prefill_tokens_per_s=SPEED, host_bytes_per_s=4 * PAGE_BYTES)
-    assert ttfts(tmp_path, config, line([1, 2]), line([3, 4], at=10_000), line([1, 2], at=20_000))[2] == 0.501
-
-
 def test_pages_are_fetched_while_their_request_waits_for_its_turn(tmp_path: Path) -> None:
     config = settings(
         2, host=4, storage=99, prefill_tokens_per_s=SPEED, storage_bytes_per_s=RECORD_BYTES, policies=patient()
