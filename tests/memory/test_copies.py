@@ -124,6 +124,7 @@ class Temporaries(TorchDispatchMode):
         return result
 
 
+@pytest.mark.long
 def test_a_gather_of_many_pages_takes_little_memory_beside_them() -> None:
     pool = PoolSpec("kv", (BufferSpec("layers.0.keys", (1 << 20,), "uint8"),), None)
     device, back, host = DeviceArena(pool, 24), DeviceArena(pool, 24), HostArena(pool, 24, NAMESPACE)

@@ -81,7 +81,7 @@ def test_pages_are_shared_and_kept_in_whole_chunks_as_by_a_server(tmp_path: Path
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 def test_no_policy_finds_more_than_there_ever_was_and_replays_are_equal(tmp_path: Path, policy: str) -> None:
-    path = trace(tmp_path, *branching(80))
+    path = trace(tmp_path, *branching(60))
     beside = {"state_bytes": 2048, "window_tokens": 600, "window_bytes_per_token": 64}
     config = settings(12, host=24, storage=100, policies=Policies(write_policy=policy), **beside)
     report = replay(path, config)

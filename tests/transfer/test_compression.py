@@ -264,10 +264,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def traffic(storage: Compressed, first: int, **pools: str) -> float:
-    """Eight calls of 2 MB for each pool, put and read again; the share of the plain bytes that was stored."""
+    """Six calls of 2 MB for each pool, put and read again; the share of the plain bytes that was stored."""
     plain = sum(pool.plain_bytes for pool in storage.pools.values())
     stored = sum(pool.stored_bytes for pool in storage.pools.values())
-    for number in range(first, first + 8):
+    for number in range(first, first + 6):
         for pool, kind in pools.items():
             pages = {f"{pool}-{number}-{i}": a_record(kind, 256_000, i, pool)[1] for i in range(8)}
             assert all(put_all(storage, pages)) and all_right(storage, pages)
