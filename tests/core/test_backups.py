@@ -298,20 +298,16 @@ def test_what_came_from_storage_and_leads_nowhere_has_saved_nothing() -> None:
     assert world.core.counters.used_tokens == 3 * world.core.config.page_tokens
 
 
-def test_in_a_pause_all_that_a_request_resumes_from_has_been_used_once_more() -> None:
+def test_a_beginning_that_many_share_has_proven_itself_as_far_as_they_share_it() -> None:
     world = World(
         config=config(ATTENTION, host=64, storage=True, offload_pays_at=0.5, offload_horizon_bytes=4 * PAGE_BYTES)
     )
     world.request(prompt(4, seed=9))
-    write(world, 0, pages=6)
-    lease = world.start(fork(3, 7), read=False)  # so the first six pages are two runs now
-    world.grow(lease, 6)
-    world.publish(lease, 6)
-    world.close(lease)
-    world.settle()
-    assert world.core.governor.paused and len(world.storage.objects) == 4
-    world.request(prompt(6))
-    assert len(world.storage.objects) == 4 + 6
+    assert world.core.governor.paused
+    for word in range(20, 23):  # the first makes one run, the second splits it
+        world.request(fork(6, word, more=20))
+    names = {world._key(prompt(6), at, "") for at in range(6)}
+    assert names <= {key for key, _, _ in world.storage.objects}
 
 
 def test_what_storage_saved_is_counted_in_tokens_and_bytes_and_keeps_storing_going() -> None:

@@ -2,6 +2,7 @@
 
 from flights import in_flight
 
+from kvarve.core.effects import Copy
 from kvarve.core.lease import Phase
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, prompt
@@ -19,6 +20,26 @@ def test_a_host_page_that_fails_its_check_is_not_used_and_a_recomputed_one_repla
     world.flush(DEVICE)
     lease = world.request(prompt(5))
     assert (lease.boundary, lease.from_tiers()) == (5, (0, 5, 0)) and world.core.counters.bad_host == 1
+
+
+def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_device() -> None:
+    world = World(config=config(ATTENTION, host=64, storage=True))
+    lease = world.start(prompt(4))
+    world.settle()
+    world.grow(lease, 4)
+    world.publish(lease, 4)
+    world.close(lease)
+    world.step()
+    world.step([world.end(in_flight(world).op)])
+    store = in_flight(world)
+    assert isinstance(store, Copy) and store.target is STORAGE
+    world.step([world.end(store.op, rotten=0b100)])
+    world.settle()
+    assert world.core.counters.bad_host == 1
+    world.flush(DEVICE)
+    world.settle()
+    assert world.hit(prompt(4)) == (0, 4), "the device had a good page all the time"
+    assert len(world.storage.objects) == 4
 
 
 def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_still_read() -> None:
