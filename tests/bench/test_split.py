@@ -12,15 +12,6 @@ from split import CHUNK, SPACINGS, TRAFFIC, Lost, drawn, fills, measured, reques
 SEED = 3
 
 
-def test_a_shape_and_its_traffic_are_decided_by_their_number() -> None:
-    assert [drawn(seed) for seed in range(20)] == [drawn(seed) for seed in range(20)]
-    assert requests("talks", SEED) == requests("talks", SEED) != requests("talks", SEED + 1)
-    shapes = [drawn(seed) for seed in range(200)]
-    assert {shape.traffic for shape in shapes} == {*TRAFFIC}
-    assert all(shape.snapshot_bytes >= 100_000 and shape.kv_bytes_per_token >= 1024 for shape in shapes)
-    assert any(shape.window_tokens and shape.state_bytes for shape in shapes)
-
-
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_a_prompt_s_ids_stand_for_all_that_comes_before_them(traffic: str) -> None:
     after: dict[int, int | None] = {}
@@ -29,6 +20,7 @@ def test_a_prompt_s_ids_stand_for_all_that_comes_before_them(traffic: str) -> No
             assert after.setdefault(each, last) == last
 
 
+@pytest.mark.long
 def test_rules_are_measured_against_the_best_fixed_spacing_of_the_shape() -> None:
     shape = next(shape for shape in map(drawn, range(100)) if shape.traffic == "asked_again" and shape.share > 4)
     asked = requests(shape.traffic, shape.seed)
@@ -51,6 +43,7 @@ def test_the_table_says_mean_and_worst_of_each_rule() -> None:
     assert (b["rule"], b["lost, mean %"], b["worst %"], b["half or more lost %"]) == ("b", 0.0, 0.0, 0.0)
 
 
+@pytest.mark.long
 def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, trace = tmp_path / "split.json", tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}

@@ -22,16 +22,6 @@ def test_a_host_page_that_fails_its_check_is_not_used_and_a_recomputed_one_repla
     assert (lease.boundary, lease.from_tiers()) == (5, (0, 5, 0)) and world.core.counters.bad_host == 1
 
 
-def test_a_bad_state_in_the_host_is_replaced_by_a_recomputed_one_too() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64))
-    world.request(prompt(4))
-    world.flush(DEVICE)
-    world.rot(HOST, 3, prompt(4), pool=1)
-    assert world.request(prompt(4)).boundary == 0
-    world.flush(DEVICE)
-    assert world.request(prompt(4)).boundary == 4
-
-
 def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_device() -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     lease = world.start(prompt(4))
@@ -52,24 +42,6 @@ def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_
     assert len(world.storage.objects) == 4
 
 
-def test_a_page_with_a_bad_copy_in_the_host_may_leave_when_a_good_one_has_taken_its_place() -> None:
-    world = World(config=config(ATTENTION, device=8, host=64))
-    world.request(prompt(4))
-    world.flush(DEVICE)
-    world.rot(HOST, 2, prompt(4))
-    one, two = world.start(prompt(4)), world.start(prompt(4))
-    first, second = world.flying
-    world.step([world.end(first)])
-    assert one.boundary == 2
-    world.compute(one, rest=False)  # while the other still reads the bad one, which therefore stays
-    world.step([world.end(second)])
-    world.close(two)
-    for _ in range(2):
-        world.flush(DEVICE)
-        world.settle()
-    assert world.hit(prompt(4)) == (0, 4) and world.resident(DEVICE) == 0
-
-
 def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_still_read() -> None:
     world = World(config=config(ATTENTION, STATE, device=8, host=64))
     world.request(prompt(4))
@@ -85,20 +57,6 @@ def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_
     assert world.resident(DEVICE, pool=1) == 0
     world.step([world.end(second)])
     assert world.hit(prompt(4)) == (0, 0), "there was none but the bad one"
-
-
-def test_a_bad_host_page_is_replaced_by_the_one_in_storage() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.request(prompt(4))
-    world.flush(DEVICE)
-    world.rot(HOST, 2, prompt(4))
-    lease = world.open(prompt(4))
-    world.settle()
-    assert world.ready(lease) and lease.boundary == 2
-    world.close(lease)
-    lease = world.open(prompt(4))
-    world.settle()
-    assert world.ready(lease) and lease.boundary == 4, "storage had a good page all the time"
 
 
 def test_a_bad_host_page_is_not_replaced_while_a_copy_still_reads_it() -> None:
@@ -117,15 +75,6 @@ def test_a_bad_host_page_is_not_replaced_while_a_copy_still_reads_it() -> None:
     for lease in (one, two, three):
         world.close(lease)
     assert world.request(prompt(4)).boundary == 4, "now it may"
-
-
-def test_a_page_that_storage_lost_lowers_the_boundary() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.request(prompt(5))
-    world.flush(DEVICE, HOST)
-    world.forget(3, prompt(5))
-    lease = world.request(prompt(5))
-    assert (lease.boundary, lease.from_tiers()) == (3, (0, 0, 3))
 
 
 def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary() -> None:
@@ -172,15 +121,6 @@ def test_a_page_that_storage_lost_is_stored_again_when_it_was_recomputed() -> No
     assert len(world.storage.objects) == kept
 
 
-def test_storage_that_answers_nothing_is_a_miss() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.request(prompt(4))
-    world.flush(DEVICE, HOST)
-    lease = world.open(prompt(4))
-    world.settle(lost=True)
-    assert world.ready(lease) and lease.boundary == 0
-
-
 def test_a_page_that_fails_to_load_is_tried_once_more_and_then_a_miss() -> None:
     world = World(config=config(ATTENTION, host=64))
     world.request(prompt(4))
@@ -191,24 +131,3 @@ def test_a_page_that_fails_to_load_is_tried_once_more_and_then_a_miss() -> None:
     assert lease.ready and lease.boundary == 2 and world.core.counters.failed == 2
     world.close(lease)
     assert world.request(prompt(4)).boundary == 4
-
-
-def test_a_bad_state_in_the_host_leaves_a_shallower_boundary_to_load() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64, snapshot_every=2 * PAGE_TOKENS))
-    world.request(prompt(8))
-    world.flush(DEVICE)
-    world.rot(HOST, 7, prompt(8), pool=1)
-    lease = world.request(prompt(8))
-    assert lease.boundary == 6, "the state there was as good"
-    assert world.core.counters.bad_host == 1
-
-
-def test_a_host_whose_pages_never_arrive_is_given_up_after_a_second_round() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64))
-    world.request(prompt(6))
-    world.flush(DEVICE)
-    lease = world.start(prompt(6))
-    for _ in range(2):
-        assert lease.phase is Phase.LOADING
-        world.step([world.end(op, lost=-1) for op in [*world.flying]])
-    assert lease.ready and lease.boundary == 0

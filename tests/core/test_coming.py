@@ -83,21 +83,16 @@ def test_all_missing_pages_are_asked_for_now_and_then() -> None:
     assert lease.ready and lease.boundary == 3
 
 
-def test_a_request_waits_no_longer_than_its_ticket_says() -> None:
+@pytest.mark.parametrize(("patience", "ticket_s", "landed"), [(PATIENT, 1.0, 2), (Patience(1.0), 1000.0, 0)])
+def test_a_request_waits_no_longer_than_its_ticket_says_and_than_its_patience(
+    patience: Patience, ticket_s: float, landed: int
+) -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     world.stock(pack(prompt(4)), missing=0b1100)
-    lease = opened(world, expected=(4, 1.0))
+    lease = opened(world, patience, expected=(4, ticket_s))
     for _ in range(40):
         answer(world, ASK_AGAIN_S)
-    assert lease.ready and lease.boundary == 2, "it continues with the pages that have landed"
-
-
-def test_a_request_waits_no_longer_than_its_patience() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    lease = opened(world, Patience(1.0), (4, 1000.0))
-    for _ in range(40):
-        answer(world, ASK_AGAIN_S)
-    assert lease.ready and lease.boundary == 0
+    assert lease.ready and lease.boundary == landed, "it continues with the pages that have landed"
 
 
 def test_pages_beyond_the_ticket_are_not_waited_for() -> None:
@@ -123,14 +118,6 @@ def test_a_scheduler_sleeps_until_it_is_time_to_ask_again() -> None:
     opened(world)
     answer(world)
     assert world.core.patience_ends() == pytest.approx(world.now + ASK_AGAIN_S)
-
-
-def test_a_storage_that_goes_ends_the_wait() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    lease = opened(world)
-    answer(world)
-    world.detach()
-    assert lease.ready and lease.ask_again > 1e9
 
 
 def test_states_that_the_boundary_of_a_ticket_does_not_read_are_not_waited_for() -> None:

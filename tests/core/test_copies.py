@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.boundaries import members, ones, span
+from kvarve.boundaries import members, ones
 from kvarve.core.copies import FETCH, Op, Part, batches
 from kvarve.core.effects import Ended
 
@@ -49,13 +49,3 @@ def test_a_copy_is_cut_between_positions_and_no_batch_could_be_cut_again(positio
         count = sum(part.positions.bit_count() for part in batch)
         before = sum((part.positions & ones(end - 1)).bit_count() for part in batch)
         assert before < most and (count >= most or number == len(cut) - 1)
-
-
-def test_a_long_copy_of_two_pools_is_cut_into_parts_of_both() -> None:
-    parts = [Part(0, span(0, 6), [-1] * 6, [*range(6)]), Part(1, 1 << 5, [-1], [9])]
-    assert [
-        [(part.pool, [*members(part.positions)], [*part.targets]) for part in each] for each in batches(parts, 4)
-    ] == [
-        [(0, [0, 1, 2, 3], [0, 1, 2, 3])],
-        [(0, [4, 5], [4, 5]), (1, [5], [9])],
-    ]

@@ -1,15 +1,18 @@
 """A request's life in the core by example: side by side with others, its private copies, limits and illegal calls."""
 
+from typing import Any
+
 import pytest
-from flights import copies, fetching
+from flights import fetching
 
 from kvarve.core.cache import Core
 from kvarve.core.lease import Phase
 from kvarve.core.policies import WAIT_COMPLETE
+from kvarve.core.settings import CoreConfig
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES, extend, pack
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, dump, prompt
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, dump, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
@@ -31,41 +34,6 @@ def test_what_two_requests_publish_at_once_is_kept_once() -> None:
     world.drain()
 
 
-def test_two_requests_that_load_the_same_pages_keep_them_once() -> None:
-    world = World(config=config(ATTENTION, STATE, device=16, host=16))
-    world.request(prompt(4))
-    world.flush(DEVICE)
-    one, two = world.start(prompt(4)), world.start(prompt(4))
-    first, second = world.flying
-    world.step([world.end(second), world.end(first)])
-    assert one.boundary == two.boundary == 4 and world.resident(DEVICE) == 4
-    assert len(world.core.slot_pools.free[0]) == 12
-
-
-def test_unpublished_room_is_free_when_a_request_is_closed() -> None:
-    world = World(config=config(ATTENTION, STATE, device=16))
-    lease = world.start(prompt(6))
-    world.grow(lease, 6)
-    world.publish(lease, 2)
-    world.close(lease)
-    assert world.resident(DEVICE) == 2 and len(world.core.slot_pools.free[0]) == 14
-
-
-@pytest.mark.parametrize("turns", [0, 1, 2])
-def test_late_completions_of_a_closed_lease_free_their_slots(turns: int) -> None:
-    world = World(config=config(ATTENTION, STATE, device=8, host=8, storage=True, batch_pages=2))
-    world.request(prompt(4))
-    world.flush(DEVICE, HOST)
-    lease = world.start(prompt(4))
-    for _ in range(turns):
-        world.step([world.end(op) for op in [*world.flying]])
-    assert lease.phase is (Phase.PROBING, Phase.FETCHING, Phase.LOADING)[turns] and world.flying
-    world.close(lease)
-    world.core.close(lease)  # twice is once
-    world.settle()
-    world.drain()
-
-
 def test_a_lease_closed_half_way_through_a_fetch_leaves_behind_what_fits_on() -> None:
     world = fetching(WAIT_COMPLETE)
     world.step([world.end(next(iter(world.flying)))])
@@ -78,28 +46,7 @@ def test_a_lease_closed_half_way_through_a_fetch_leaves_behind_what_fits_on() ->
     assert world.resident(HOST) == 4 and world.core.counters.late == 4 and world.core.prefetch.held == [0]
 
 
-def test_closing_twice_changes_nothing() -> None:
-    world = World(config=config(ATTENTION))
-    lease = world.open(prompt(2))
-    world.close(lease)
-    before = dump(world.core)
-    world.core.close(lease)
-    assert dump(world.core) == before
-
-
 # --- private copies, and sequences that go on
-
-
-def test_windows_and_states_may_go_once_the_engine_has_its_own_copy() -> None:
-    world = World(config=config(ATTENTION, WINDOW, STATE, device=8))
-    world.request(prompt(6))
-    lease = world.start(prompt(6))
-    assert world.flush(DEVICE) == 0
-    world.resumed(lease)
-    world.flush(DEVICE)
-    assert [world.resident(DEVICE, pool) for pool in range(3)] == [6, 0, 0], (
-        "its later pages depend on the attention pages"
-    )
 
 
 def test_a_sequence_that_goes_on_is_kept_where_it_ends_now() -> None:
@@ -122,19 +69,6 @@ def test_what_an_engine_decodes_has_a_state_at_its_end_alone() -> None:
     assert [[*pages] for pages in world.grow(lease, 6)] == [[3, 4, 5], [5]]
 
 
-def test_a_session_goes_on_in_the_page_that_its_last_turn_began() -> None:
-    world = World(config=config(ATTENTION, STATE))
-    session = world.start(prompt(3, extra=1))
-    world.grow(session, 3)
-    world.publish(session, 3)
-    for turn in (4, 5, 6):
-        world.extend(session, prompt(turn, extra=1)[(turn - 1) * PAGE_TOKENS + 1 :])
-        world.grow(session, turn)
-        world.publish(session, turn)
-        assert world.hit(prompt(turn)) == (turn, turn)
-    world.close(session)
-
-
 def test_a_sequence_may_be_known_otherwise_from_where_it_is_not_published() -> None:
     """A chunk that is not whole yet gets its last name when it is."""
     world = World(config=config(ATTENTION))
@@ -151,38 +85,6 @@ def test_a_sequence_may_be_known_otherwise_from_where_it_is_not_published() -> N
     assert core.keepable(lease) == 4
 
 
-def test_a_sequence_cut_short_before_it_left_another_prompt_branches_off_no_later_than_that() -> None:
-    world = World(config=config(ATTENTION, STATE))
-    core = world.core
-    world.request(prompt(6))
-    lease = world.start(prompt(6, extra=0))
-    assert (lease.boundary, lease.branch) == (0, 6), "the state is at the end of the other"
-    core.extend(lease, pack([9]), PAGE_TOKENS * TOKEN_BYTES)
-    assert core.keepable(lease) == 5 and not core.mark(lease, 6), "it has five pages"
-    assert lease.branch == 5 and lease.ends < 1 << 6
-
-
-def test_pages_of_another_sequence_are_not_those_of_one_that_left_it() -> None:
-    world = World(config=config(ATTENTION, STATE))
-    world.request(prompt(6))
-    lease, ours = world.start(prompt(6, extra=0)), prompt(6, seed=9)[5 * PAGE_TOKENS :]
-    world.extend(lease, ours, replaced=PAGE_TOKENS)
-    assert [[*pages] for pages in world.grow(lease, 6)] == [[5], [5]], "five pages of attention are there already"
-    world.publish(lease, 6)
-    world.close(lease)
-    assert world.hit(prompt(6)) == world.hit(prompt(5, extra=0) + ours) == (6, 6)
-
-
-def test_a_sequence_that_found_no_room_is_not_kept_when_it_goes_on() -> None:
-    world = World(config=config(ATTENTION, device=2))
-    lease = world.start(prompt(3))
-    world.grow(lease, 3)
-    world.extend(lease, prompt(6)[3 * PAGE_TOKENS + 1 :])
-    assert world.core.keepable(lease) == 2
-    world.publish(lease, 2)
-    world.close(lease)
-
-
 # --- thresholds, deadlines, and answers about no copy in flight
 
 
@@ -192,16 +94,6 @@ def test_what_saves_too_little_is_not_brought_to_the_device() -> None:
     world.request(prompt(4, seed=1))
     world.flush(DEVICE)
     assert world.request(prompt(3)).boundary == 0
-    assert world.request(prompt(4, seed=1)).boundary == 4
-
-
-def test_what_saves_too_little_is_not_fetched_from_storage() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True, fetch_at_least=4 * PAGE_TOKENS))
-    world.request(prompt(3))
-    world.request(prompt(4, seed=1))
-    world.flush(DEVICE, HOST)
-    assert world.request(prompt(3)).boundary == 0
-    assert not copies(world, STORAGE, HOST)
     assert world.request(prompt(4, seed=1)).boundary == 4
 
 
@@ -217,19 +109,6 @@ def test_a_copy_to_the_device_that_never_ends_is_not_waited_for_for_ever() -> No
     world.settle()
     world.close(lease)
     assert world.request(prompt(4)).from_tiers() == (4, 0, 0), "it arrived after all"
-
-
-def test_an_answer_that_comes_twice_changes_nothing() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.request(prompt(4), rest=False)
-    ended = [world.end(op) for op in [*world.flying]]
-    world.step(ended)
-    before = dump(world.core)
-    world.step(ended)
-    assert world.core.counters.strays == len(ended)
-    world.core.counters.strays = 0
-    world.flying.clear()
-    assert dump(world.core)["trees"] == before["trees"] and dump(world.core)["free"] == before["free"]
 
 
 # --- illegal calls raise, and change nothing
@@ -259,6 +138,25 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
         pack([-1])
 
 
-def test_a_tier_cannot_have_fewer_than_no_slots() -> None:
-    with pytest.raises(ConfigError, match="attention: -1 slots on the host"):
-        Core(config(ATTENTION, device=4, host=-1))
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"device": -1}, "attention: -1 slots on the device"),
+        ({"eviction": "mru"}, "known: lru"),
+        ({"salt_share": 0.0}, "one salt"),
+        ({"salt_share": 1.5}, "one salt"),
+        ({"offload_horizon_bytes": -1}, "cannot be negative"),
+        ({"snapshot_gap": -1}, "give 0 or more"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        World(config=config(ATTENTION, **({"device": 4} | wrong)))
+
+
+def test_a_cache_needs_slots_and_a_storage_needs_a_host() -> None:
+    with pytest.raises(ConfigError, match="slots on the device or in the host"):
+        CoreConfig((ATTENTION,), {})
+    with pytest.raises(ConfigError, match="host"):
+        Core(config(ATTENTION)).attach()

@@ -5,17 +5,14 @@ from itertools import count
 
 import pytest
 
-from kvarve.boundaries import ones
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.outside import EngineCore
-from kvarve.core.settings import CoreConfig
-from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, fork, prompt
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, config, fork, prompt
 from kvarve.testing.world.blocks import EngineWorld
 from kvarve.testing.world.life import born, live
 
-STEPS = 6000
+STEPS = 2000
 
 
 def world(*pools: object, host: int = 64, **rest: object) -> EngineWorld:
@@ -51,26 +48,6 @@ def test_lives_over_an_engines_blocks_break_no_law() -> None:
     assert not (missing := expected - set(+seen)), missing
 
 
-@pytest.mark.parametrize("pools", [(ATTENTION,), (ATTENTION, WINDOW, STATE), (ATTENTION, INDEX, STATE)])
-def test_with_host_and_storage_only_a_prompt_hits_as_with_three_tiers(pools: tuple[object, ...]) -> None:
-    deep = []
-    for device in (64, None):
-        settings = config(*pools, device=device, host=64, storage=True, snapshot_every=PAGE_TOKENS)  # type: ignore[arg-type]
-        here = World(config=settings) if device else EngineWorld(settings, blocks=200, pieces=[1, 2, 3][: len(pools)])
-        here.request(prompt(6))
-        here.flush(Tier.DEVICE, Tier.HOST)
-        if isinstance(here, EngineWorld):
-            here.evict()
-        lease = here.open(prompt(9))
-        here.settle()
-        here.claim(lease)
-        if isinstance(here, EngineWorld):
-            here.load(lease)
-        here.settle()
-        deep.append((lease.ready, lease.boundary, lease.from_tiers()))
-    assert deep[0] == deep[1] == (True, 6, (0, 0, 6))
-
-
 def test_a_lease_offers_what_the_engine_lacks_for_the_deepest_boundary() -> None:
     here = world(ATTENTION, STATE)
     saved(here)
@@ -80,22 +57,6 @@ def test_a_lease_offers_what_the_engine_lacks_for_the_deepest_boundary() -> None
     here.load(lease)
     here.settle()
     assert lease.ready and lease.boundary == 6 and lease.from_tiers() == (0, 6, 0)
-
-
-def test_what_the_engine_has_is_not_brought_again() -> None:
-    here = world(ATTENTION, STATE)
-    here.request(prompt(4))
-    lease = here.open(prompt(6))
-    here.claim(lease)
-    assert lease.ready and lease.boundary == 4 and lease.from_tiers() == (4, 0, 0)
-
-
-def test_an_engine_may_decline_and_start_from_what_it_has() -> None:
-    here = world(ATTENTION)
-    saved(here)
-    lease = claimed(here)
-    here.load(lease, decline=True)
-    assert lease.ready and lease.boundary == 0
 
 
 def test_blocks_are_released_only_when_their_copy_has_ended() -> None:
@@ -139,44 +100,6 @@ def test_a_page_behind_a_gap_is_not_saved() -> None:
     assert here.save(lease, -1) == [0], "and nothing is saved twice"
 
 
-def test_a_full_host_saves_the_beginning() -> None:
-    here = world(ATTENTION, STATE, host=4)
-    lease = here.start(prompt(6))
-    here.forward(lease, 6)
-    assert here.save(lease, -1) == [0b001111, 0b001111]
-    assert here.core.counters.uncached == 4
-
-
-def test_targets_have_to_be_those_that_are_offered() -> None:
-    here = world(ATTENTION)
-    saved(here)
-    lease = claimed(here)
-    assert isinstance(here.core, EngineCore)
-    with pytest.raises(AssertionError, match="a handle for each page"):
-        here.core.load(lease, [{0: 1}])
-    assert lease.phase is Phase.OFFERED
-
-
-def test_a_core_needs_slots_somewhere() -> None:
-    with pytest.raises(ConfigError, match="slots on the device or in the host"):
-        CoreConfig((ATTENTION,), {})
-
-
-def test_blocks_stay_in_use_until_a_verified_load_has_been_copied() -> None:
-    here = world(ATTENTION)
-    saved(here)
-    lease = claimed(here)
-    here.load(lease)
-    (op,) = here.flying
-    here.step([here.verify(op)])
-    assert lease.ready and lease.boundary == 6
-    here.close(lease)
-    assert len(+here.blocks.users) == 6
-    here.step([here.end(op)])
-    assert not +here.blocks.users
-    here.drain()
-
-
 @pytest.mark.parametrize("engine_has", [0, 3])
 @pytest.mark.parametrize("pools", [(ATTENTION,), (ATTENTION, WINDOW, STATE)])
 def test_storage_brings_the_pages_behind_those_that_only_the_engine_has(
@@ -192,21 +115,6 @@ def test_storage_brings_the_pages_behind_those_that_only_the_engine_has(
     here.load(lease)
     here.settle()
     assert lease.ready and lease.boundary == 6 and here.core.counters.duplicates == 0
-
-
-def test_a_state_at_the_end_of_a_run_that_goes_on_without_one_is_evicted_first() -> None:
-    here = world(ATTENTION, STATE, snapshot_ends=False, snapshot_branches=False)
-    for pages in (4, 5):
-        lease = here.open(prompt(pages), read=False)
-        here.claim(lease)
-        here.forward(lease, pages)
-        here.save(lease, ones(pages), states=False)
-        if pages == 4:
-            here.save(lease, 1 << 3)
-        here.settle()
-    (run,) = [run for run in here.core.slot_pools.runs() if run.tokens]
-    place = here.core.slot_pools.place(Tier.HOST, 1)
-    assert (run.pages, here.core.slot_pools.spare(run, place)) == (5, 1 << 3), "and the laws hold"
 
 
 def test_saving_later_pages_does_not_evict_those_that_they_rest_on() -> None:
@@ -232,14 +140,3 @@ def test_where_prompts_branch_pages_are_kept_though_the_host_is_full_of_ends(poo
         here.evict()
         found.append(here.request(fork(6, talk)).boundary)
     assert found[2:] == [6, 6], "the second prompt shows where they branch"
-
-
-def test_a_prompt_ends_in_pages_that_another_request_has_brought() -> None:
-    here = world(ATTENTION, STATE)
-    short, long = here.start(prompt(4)), here.start(prompt(10))
-    for lease, pages in ((long, 10), (short, 4)):
-        here.forward(lease, pages)
-        here.save(lease, -1)
-        here.settle()
-    (run,) = [run for run in here.core.slot_pools.runs() if run.tokens]
-    assert run.ends == 1 << 3 | 1 << 9

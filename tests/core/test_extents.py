@@ -10,7 +10,7 @@ from kvarve.config import cut_memory, split
 from kvarve.core.extents import Cut, Extents, cut
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.testing.world import World, config, prompt
-from kvarve.testing.world.scenes import ATTENTION, PAGE_TOKENS, STATE, WINDOW, pool
+from kvarve.testing.world.scenes import ATTENTION, PAGE_TOKENS, STATE
 
 DEVICE = Tier.DEVICE
 
@@ -33,13 +33,6 @@ def test_a_budget_is_cut_into_whole_slots_of_every_pool() -> None:
             assert all(per * size <= found.nbytes for per, size in zip(found.per, sizes, strict=True))
             assert all(least * per >= 2 for least, per in zip(found.least, found.per, strict=True))
     assert cut(100, (12, 77), (2, 2)) is None, "too little for two slots of each"
-
-
-def test_small_slots_that_do_not_divide_a_large_one_make_an_extent_hardly_larger() -> None:
-    """Extents that were a multiple of 261 and 7 blocks took 7.5 MB for a page of 2.1 MB, and nothing had the rest."""
-    sizes = (523 * 4096, 2 * 4096, 68 * 4096)
-    found = cut(320 * sizes[0], sizes, (8, 128, 2), (0.9, 0.05, 0.05), unit=4096)
-    assert found is not None and found.slots(0) > 300
 
 
 def test_slots_of_the_pool_that_is_likely_to_have_most_fill_an_extent() -> None:
@@ -81,15 +74,6 @@ def test_what_has_moved_is_told_once_and_pools_have_no_more_memory_than_there_is
             assert len({extent for _, extent in behind}) == len(behind), "an extent is behind one pool"
 
 
-def test_one_pool_and_several_chains_do_not_share() -> None:
-    def pools(*lookbacks: int | None) -> list[PoolSpec]:
-        return [PoolSpec(str(at), (BufferSpec("x", (64,), "uint8"),), back) for at, back in enumerate(lookbacks)]
-
-    assert cut_memory(10**6, pools(None), 16, 64, records=False) is None
-    assert cut_memory(10**6, pools(None, None, 1), 16, 64, records=False) is None
-    assert cut_memory(10**6, pools(None, 1), 16, 64, records=False) is not None
-
-
 def test_states_are_bounded_where_an_operator_wants_that() -> None:
     pools = [PoolSpec(str(back), (BufferSpec("x", (64 * 2**10,), "uint8"),), back) for back in (None, 3, 1)]
     free, bound = (cut_memory(64 << 20, pools, 16, 64, records=False, states=states) for states in (0, 5))
@@ -98,15 +82,6 @@ def test_states_are_bounded_where_an_operator_wants_that() -> None:
         assert slots <= bound.most(at) < slots + bound.per[at] and free.most(at) > bound.most(at)
     assert free.most(0) == bound.most(0)
     assert split(64 << 20, pools, 16, 64, records=False, what="device", states=5)[1:] == (15, 5)
-
-
-def test_a_pool_that_may_have_no_more_extents_evicts_its_own_pages() -> None:
-    cut = {"device": (10, [4, 4], [1, 1], [None, 2])}
-    world = World(config=config(ATTENTION, STATE, device=64, cut=cut))
-    for seed in range(20):
-        world.request(prompt(2, seed=seed))
-    assert world.core.slot_pools.committed(1) == 8
-    assert 4 < sum(run.here[1].bit_count() for run in world.core.slot_pools.runs()) <= 8
 
 
 def test_an_extent_goes_only_while_all_its_slots_are_free() -> None:
@@ -156,87 +131,9 @@ def test_a_state_that_saves_many_pages_outlives_pages_that_were_used_after_it() 
     assert world.hit(prompt(5, seed=1))[0] == 0, "it was used later, and has left"
 
 
-def test_no_page_of_a_running_request_leaves_for_another_pool() -> None:
-    world = shared(ATTENTION, STATE, count=4, per=[4, 1])
-    lease = world.start(prompt(8))
-    assert world.core.reserve(lease, 8)
-    assert len(world.core.slot_pools.reserve(1, 4, b"any")) == 2, "two extents are the prompt's"
-
-
 def test_a_prompt_that_memory_cannot_hold_resumes_from_what_memory_has_of_it() -> None:
     """Else long histories hit nothing where a divided memory hits: 5% of 64% in a replay of agents."""
     world = shared(ATTENTION, STATE, count=8, per=[4, 1], snapshot_every=4 * PAGE_TOKENS)
     world.request(prompt(20))
     assert world.hit(prompt(60))[0] == 20
     assert world.start(prompt(60)).boundary == 20
-
-
-def test_a_state_is_kept_where_prompts_branch_off_one_that_has_left() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[16, 16]))
-    world.request(prompt(12))
-    world.flush(DEVICE)
-    branch = prompt(6, extra=0)
-    world.request([*branch, *(7 for _ in range(8))])
-    assert world.hit([*branch, *(8 for _ in range(8))])[0] == 6
-
-
-def test_what_goes_on_from_the_end_of_a_prompt_that_has_left_is_no_branch() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[32, 16]))
-    world.request(prompt(4, extra=0))
-    world.flush(DEVICE)
-    world.request(prompt(12))
-    assert world.hit(prompt(4))[0] == 0 and world.hit(prompt(12))[0] == 12
-
-
-def test_pages_of_two_salts_are_not_remembered_together() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[16, 16]))
-    world.request(prompt(12), salt="a")
-    world.flush(DEVICE)
-    branch = prompt(6, extra=0)
-    world.request([*branch, *(7 for _ in range(8))], salt="b")
-    assert world.hit([*branch, *(8 for _ in range(8))], salt="b")[0] == 0
-
-
-def test_what_has_left_is_remembered_within_bounds() -> None:
-    world = World(config=config(ATTENTION, STATE, device=8))
-    ghosts = world.core.slot_pools.ghosts
-    for seed in range(50):
-        world.request(prompt(7, seed=seed), salt=str(seed % 20))
-    assert 0 < sum(salt.pages for salt in ghosts._of.values()) == ghosts._pages <= 4 * 8
-
-
-def test_a_prompt_as_long_as_the_device_falls_back_past_any_number_of_windows() -> None:
-    world = shared(ATTENTION, WINDOW, count=2400, per=[1, 1], snapshot_every=2)
-    world.request(prompt(1198))
-    lease = world.start(prompt(2398))
-    assert lease.ready and lease.boundary < 3, "each page of a window may be in an extent of its own"
-
-
-def test_under_write_back_as_many_pages_come_down_at_once_as_an_extent_holds() -> None:
-    world = World(
-        config=config(
-            ATTENTION,
-            STATE,
-            cut={"device": (6, [16, 1], [1, 0])},
-            host=[400, 40],
-            write_policy="write_back",
-            batch_pages=64,
-        )
-    )
-    for seed in range(5):
-        world.request(prompt(16, seed=seed))
-    slot_pools, rounds = world.core.slot_pools, 0
-    while (lacks := 4 - len(slot_pools.free[1])) > 0:
-        slot_pools.make_room(1, lacks)
-        world.settle()
-        rounds += 1
-    assert rounds <= 4
-
-
-def test_states_inside_of_a_window_that_is_read_are_pinned_and_leave_no_room() -> None:
-    cut = {"device": (11, [2, 1, 1], [1, 1, 1])}
-    world = World(config=config(STATE, ATTENTION, pool("window", 9), device=1, cut=cut, grid=2, snapshot_every=6))
-    world.request(prompt(6, seed=1))
-    world.request(prompt(4))
-    lease = world.start(prompt(5))
-    assert lease.ready and world.core.reserve(lease, 6), "it is alone"

@@ -58,24 +58,11 @@ def test_what_paid_once_is_forgotten_by_and_by() -> None:
     assert 1 < horizons < 10
 
 
-def test_with_nothing_to_pay_for_it_never_pauses() -> None:
-    governor = Governor(0.0, HORIZON)
-    for _ in range(100):
-        governor.stored(a_run(1), b"x", HORIZON)
-    assert not governor.paused and governor.wants(a_run(1))
-
-
 def test_in_a_pause_one_run_in_sixteen_goes_down_and_what_was_used_twice() -> None:
     governor = paused()
     wanted = sum(governor.wants(a_run(word)) for word in range(160 * SAMPLE))
     assert 80 < wanted < 320
     assert all(governor.wants(a_run(word, uses=2)) for word in range(100))
-
-
-def test_the_sample_is_the_same_on_all_ranks_and_however_long_a_run_grows() -> None:
-    one, other = paused(), paused()
-    for word in range(200):
-        assert one.wants(a_run(word)) == other.wants(a_run(word)) == one.wants(a_run(word, pages=9))
 
 
 def test_storing_goes_on_when_the_sample_pays() -> None:
@@ -108,9 +95,3 @@ def test_no_more_of_the_sample_is_remembered_than_a_bound() -> None:
     assert governor.used_bytes == 0
     governor.used([b"10", b"%d" % SAMPLED_PAGES], 1)
     assert governor.used_bytes == 2
-
-
-def test_for_another_storage_it_begins_anew() -> None:
-    governor = paused()
-    governor.reset()
-    assert not governor.paused and governor.used_share == 0.0

@@ -29,12 +29,6 @@ def test_six_attention_pages_a_state_after_page_three_and_three_index_keys_give_
     assert (hit.device, hit.memory, hit.known) == (0, 0, 6)
 
 
-def test_a_prompt_that_comes_again_resumes_at_its_last_grid_boundary() -> None:
-    world = World(config=config(ATTENTION, STATE, grid=2))
-    world.request(prompt(7))
-    assert world.request(prompt(7)).boundary == 6
-
-
 @pytest.mark.parametrize(("pages", "extra", "hit"), [(4, 0, 3), (4, 1, 4), (1, 0, 0), (0, 1, 0), (0, 0, 0)])
 def test_a_resume_leaves_at_least_one_token_to_compute(pages: int, extra: int, hit: int) -> None:
     world = World(config=config(ATTENTION, STATE))
@@ -42,39 +36,11 @@ def test_a_resume_leaves_at_least_one_token_to_compute(pages: int, extra: int, h
     assert world.request(prompt(pages, extra=extra)).boundary == hit
 
 
-def test_a_conversation_goes_on_where_the_last_prompt_ended() -> None:
-    world = World(config=config(ATTENTION, WINDOW, STATE))
-    world.request(prompt(4, extra=0))
-    assert world.request(prompt(9)).boundary == 4
-    assert world.request(prompt(12)).boundary == 9
-
-
 def test_a_state_is_kept_where_a_prompt_leaves_a_known_one() -> None:
     world = World(config=config(ATTENTION, STATE))
     world.request(prompt(6))
     assert world.request(fork(3, 7)).boundary == 0, "no earlier prompt branched off here"
     assert world.request(fork(3, 8)).boundary == 3
-
-
-def test_states_are_kept_every_so_many_tokens_when_asked() -> None:
-    world = World(config=config(ATTENTION, STATE, snapshot_every=2 * PAGE_TOKENS))
-    world.request(prompt(7))
-    assert world.resident(DEVICE, pool=1) == 4, "at 2, 4, 6, and where the prompt ends"
-    assert world.hit(prompt(5)) == (4, 4)
-
-
-def test_attention_alone_resumes_anywhere() -> None:
-    world = World(config=config(ATTENTION))
-    world.request(prompt(6))
-    assert world.request(fork(3, 7)).boundary == 3
-
-
-def test_a_model_without_attention_resumes_where_its_states_and_windows_are() -> None:
-    world = World(config=config(STATE, WINDOW))
-    world.request(prompt(6))
-    assert world.request(prompt(6)).boundary == 6
-    assert world.request(prompt(9)).boundary == 6
-    assert [world.resident(DEVICE, pool) for pool in (0, 1)] == [2, 6], "windows and states of 6 and 9"
 
 
 def test_salts_share_nothing() -> None:
@@ -119,24 +85,6 @@ def test_a_lookup_changes_nothing() -> None:
 # --- where it comes from
 
 
-def test_a_hit_on_the_device_copies_nothing() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64, storage=True))
-    world.request(prompt(5))
-    so_far = len(world.log)
-    lease = world.request(prompt(5))
-    assert (lease.boundary, lease.from_tiers()) == (5, (5, 0, 0))
-    assert len(world.log) == so_far
-
-
-def test_a_hit_in_the_host_says_so() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.request(prompt(5))
-    assert world.flush(DEVICE) == 5
-    lease = world.request(prompt(5))
-    assert (lease.boundary, lease.from_tiers()) == (5, (0, 5, 0))
-    assert world.core.counters.loaded == 5 and world.core.counters.fetched == 0
-
-
 def test_a_hit_in_storage_says_so_and_outlives_a_restart() -> None:
     world = World(config=config(ATTENTION, STATE, host=64, storage=True))
     world.request(prompt(5))
@@ -179,12 +127,3 @@ def test_shallow_pages_travel_first() -> None:
     world.step([world.end(in_flight(world).op)])
     order = [{lease.keys.index(page.key) // 32 for page in copy.pages} for copy in copies(world, STORAGE, HOST)]
     assert order == [{0, 1}, {2, 3}, {4, 5}]  # with the state at 5
-
-
-def test_no_device_of_our_own_room_is_spent_on_what_the_device_has() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[6, 2], host=64))
-    world.request(prompt(5))
-    world.request(prompt(1, seed=1))  # takes the sixth page and the other state
-    world.core.flush([])
-    assert world.request(prompt(5)).boundary == 5
-    assert not copies(world, HOST, DEVICE)

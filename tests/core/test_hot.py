@@ -88,24 +88,6 @@ def test_a_shared_beginning_has_the_hits_of_all_that_go_on_from_it() -> None:
     assert world.core.hottest(1) == [shared]
 
 
-def test_another_salt_with_the_same_tokens_is_another_prefix() -> None:
-    world = watched(device=64)
-    for salt in ("a", "a", "a", "b", "b"):
-        world.request(prompt(4), salt)
-    assert [(each.root, each.hits) for each in world.core.hottest(10)] == [
-        (root_key(b"world", "a"), 2),
-        (root_key(b"world", "b"), 1),
-    ]
-    assert len({each.key for each in world.core.hottest(10)}) == 2
-
-
-def test_a_request_that_reads_nothing_is_no_hit() -> None:
-    world = watched(device=64)
-    world.request(prompt(4))
-    world.request(prompt(4), read=False)
-    assert hottest(world) == []
-
-
 def test_it_says_in_which_tiers_the_pages_are() -> None:
     world = watched(pools=(ATTENTION, STATE), device=16, host=64, storage=True)
     world.request(prompt(6))
@@ -119,27 +101,6 @@ def test_it_says_in_which_tiers_the_pages_are() -> None:
     assert hottest(world) == [(6, 1, 0, 0, 0, None)], "what storage has of a page that left memory is not known"
     world.request(prompt(6))
     assert hottest(world)[0][1:3] == (2, 6)
-
-
-def test_pages_of_which_a_state_is_missing_do_not_resume() -> None:
-    world = watched(pools=(ATTENTION, STATE), device=(16, 16))
-    world.request(prompt(6))
-    world.request(prompt(6))
-    run = next(iter(world.core.slot_pools.roots[ROOT].children.values()))
-    world.core.slot_pools.drop(run, world.core.slot_pools.place(DEVICE, 1), 5)
-    assert hottest(world) == [(6, 1, 6, 0, 0, None)]
-
-
-def test_pages_that_came_back_without_a_hit_are_found_again() -> None:
-    world = watched(device=16)
-    world.request(prompt(6))
-    world.request(prompt(6))
-    key = world.core.hottest(1)[0].key
-    world.flush(DEVICE)
-    assert hottest(world) == [(6, 1, 0, 0, 0, None)]
-    world.request(prompt(6))
-    assert hottest(world) == [(6, 1, 6, 0, 0, DEVICE)]
-    assert world.core.hottest(1)[0].key == key
 
 
 def test_another_prompt_in_the_run_of_one_that_left_is_not_taken_for_it() -> None:
@@ -163,13 +124,14 @@ def test_nothing_is_counted_where_no_one_watches() -> None:
     assert [(each.pages, each.hits) for each in world.core.hottest(1)] == [(4, 1)]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
-def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(seed: int) -> None:
+@pytest.mark.parametrize(("turns", "most"), [(24, 4), pytest.param(600, MOST, marks=pytest.mark.long)])
+def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(turns: int, most: int) -> None:
     def live() -> tuple[World, dict[bytes, tuple[bytes, bytes]]]:
-        world, dice = watched(pools=(ATTENTION, STATE), device=40, host=80), random.Random(seed)
+        world, dice = watched(pools=(ATTENTION, STATE), device=40, host=80), random.Random(0)
+        world.core.hot = Hot(most)
         of_key = dict[bytes, tuple[bytes, bytes]]()
-        for _ in range(600):
-            tokens, salt = prompt(dice.randint(1, 8), seed=dice.randrange(8)), dice.choice("abc")
+        for turn in range(turns):
+            tokens, salt = prompt(dice.randint(1, 8), seed=dice.randrange(turns // 75 or 2)), dice.choice("abc")
             root, packed = root_key(b"world", salt), pack(tokens)
             keys = names(root, b"", packed, PAGE_TOKENS)
             for at in range(0, len(keys), KEY_BYTES):
@@ -177,14 +139,14 @@ def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(seed: int) -> No
             world.request(tokens, salt)
             if dice.random() < 0.05:
                 world.flush(dice.choice((DEVICE, HOST)))
-            for each in world.core.hottest(1000):
-                assert max(each.device, each.host) <= each.pages
+            if turn % 20 == 0:
+                assert all(max(each.device, each.host) <= each.pages for each in world.core.hottest(1000))
         return world, of_key
 
     (one, of_key), (two, _) = live(), live()
     found = one.core.hottest(1000)
-    assert len(found) == MOST and found == two.core.hottest(1000), "the same inputs give the same answer"
-    assert {each.resumes for each in found if each.key} == {DEVICE, HOST, None}
+    assert len(found) == most and found == two.core.hottest(1000), "the same inputs give the same answer"
+    assert {each.resumes for each in found if each.key} == {DEVICE, HOST, None} or turns < 600
     for each in found:
         if each.key:
             root, packed = of_key[each.key]

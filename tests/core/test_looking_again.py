@@ -2,7 +2,6 @@
 
 from kvarve.core.effects import Probe
 from kvarve.core.lease import Lease, Phase
-from kvarve.core.policies import BEST_EFFORT
 from kvarve.core.prefetch import LOOK_AGAIN_S, LOOK_AHEAD
 from kvarve.core.reasons import Reason
 from kvarve.keys import pack
@@ -36,13 +35,6 @@ def test_what_another_server_stored_is_fetched_before_the_request_has_its_turn()
     assert world.ready(lease) and lease.from_tiers() == (0, 0, 6)
 
 
-def test_one_that_was_not_looked_up_for_a_second_is_as_its_turn_comes() -> None:
-    world, (lease,) = waiting()
-    world.now += LOOK_AGAIN_S
-    world.stock(pack(prompt(6)))
-    assert world.ready(lease) and lease.from_tiers() == (0, 0, 6)
-
-
 def test_what_was_stored_and_has_left_memory_since_is_found_at_once() -> None:
     world, (lease,) = waiting()
     world.request(prompt(6))
@@ -71,11 +63,3 @@ def test_those_that_wait_longest_are_looked_up_again() -> None:
     assert [lease.phase for lease in leases[LOOK_AHEAD:]] == [Phase.QUEUED] * 4
     world.step([world.end(op) for op in probes(world)])
     assert not world.flying, "once a second"
-
-
-def test_a_request_that_waits_for_nothing_goes_on_without_the_answer() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    lease = world.open(prompt(6), patience=BEST_EFFORT)
-    world.settle()
-    world.now += 10 * LOOK_AGAIN_S
-    assert world.claim(lease) and lease.boundary == 0

@@ -1,6 +1,5 @@
 """Copies that hang on a detached storage take nothing from the next one."""
 
-from kvarve.core.backups import ROOM_S
 from kvarve.core.copies import STORE
 from kvarve.core.lease import Phase
 from kvarve.core.settings import CoreConfig
@@ -98,32 +97,6 @@ def test_a_storage_that_is_down_and_up_again_holds_no_more_of_the_host_than_its_
     hanging = [page.pool for op in world.core.copies.ops.values() for page in op.pages()]
     assert len(hanging) == world.core.backups.host_share.left(0) == 8
     assert world.core.idle(), "no other copy would end"
-
-
-def test_under_write_back_a_store_that_hangs_keeps_the_device_full_for_a_moment_and_no_longer() -> None:
-    world = World(config=config(ATTENTION, device=8, host=4, storage=True, write_policy="write_back"))
-    for seed in range(3):
-        lease = world.open(prompt(4, seed=seed))
-        for _ in range(20):
-            world.step([world.end(op) for op in [*world.flying] if world.core.copies.ops[op].edge != STORE])
-            if world.claim(lease):
-                break
-        world.grow(lease, 4)
-        world.publish(lease, lease.grown)
-        world.close(lease)
-        world.step()
-    world.flush(Tier.HOST)
-    world.step([world.end(op) for op in [*world.flying] if world.core.copies.ops[op].edge != STORE])
-    assert any(op.edge == STORE and op.leaving for op in world.core.copies.ops.values())
-    for op in [*world.flying]:
-        world.lose(op)
-    world.step(later_s=ROOM_S)
-    assert len(world.core.slot_pools.free[0]) < 8
-    lease = world.start(prompt(8, seed=9), read=False)
-    assert lease.ready and not world.core.short(lease, 8)
-    assert len(world.grow(lease, 8)[0]) == 8, "pages leave unstored, and are counted"
-    assert world.core.counters.dropped_evicted > 0
-    world.close(lease)
 
 
 def test_after_the_storage_was_emptied_what_is_in_memory_is_stored_again() -> None:

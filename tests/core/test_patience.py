@@ -4,7 +4,7 @@ import pytest
 
 from kvarve.core.effects import Began
 from kvarve.core.lease import Lease, Phase
-from kvarve.core.policies import BEST_EFFORT, Patience
+from kvarve.core.policies import Patience
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 
@@ -35,16 +35,6 @@ def test_patience_does_not_run_while_a_probe_waits_behind_others_that_go_on() ->
         world.step([Began(probe)], later_s=1.0)
         world.step([world.end(probe)], later_s=0.5)
         assert lease.phase is Phase.FETCHING
-
-
-def test_patience_runs_for_a_copy_that_has_begun() -> None:
-    world = stocked(1)
-    lease = waiting(world, 0, Patience(2))
-    world.step([Began(*ops(lease))], later_s=1.5)
-    world.step(later_s=1.9)
-    assert lease.phase is Phase.PROBING
-    world.step(later_s=0.2)
-    assert lease.ready and lease.boundary == 0
 
 
 def test_patience_runs_where_nothing_moves() -> None:
@@ -79,12 +69,6 @@ def test_what_a_probe_took_of_the_patience_is_missing_for_the_copies() -> None:
     assert lease.phase is Phase.FETCHING
     world.step(later_s=0.2)
     assert lease.ready
-
-
-def test_a_request_without_patience_waits_for_no_worker() -> None:
-    world = stocked(1)
-    lease = world.open(prompt(6), patience=BEST_EFFORT)
-    assert world.claim(lease) and lease.boundary == 0
 
 
 @pytest.mark.parametrize("each", [True, False])

@@ -50,16 +50,6 @@ def test_a_cut_shares_the_counters_out_and_both_sides_go_on_counting(
         check(high, counts)
 
 
-@given(st.lists(SETS, max_size=20))
-def test_what_was_added_and_removed_again_leaves_nothing(sets: list[int]) -> None:
-    pins = Pins()
-    for positions in sets:
-        pins.add(positions)
-    for positions in reversed(sets):
-        pins.remove(positions)
-    assert pins.held() == 0 and not pins._planes
-
-
 def test_unpinning_an_unpinned_position_is_a_bug_and_changes_nothing() -> None:
     pins = Pins()
     pins.add(0b011)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 
 from kvarve.core.lease import Lease
-from kvarve.core.reasons import Reason
 from kvarve.keys import pack
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, PATIENCES, STATE, World, config, fork, prompt
@@ -62,25 +61,12 @@ def test_storage_has_evicted_what_it_had_and_says_that_it_has_not() -> None:
     assert ask(world, prompt(8)) == {"evicted_storage": 12, "never_seen": 4, "below_grid": 1}
 
 
-def test_where_another_prompt_went_its_own_way_the_rest_was_never_seen() -> None:
-    world = World(config=config(ATTENTION, device=16))
-    world.request(prompt(6))
-    assert ask(world, fork(4, 1)) == {"hit_device": 8, "never_seen": 4, "below_grid": 2}
-
-
 def test_a_page_without_a_state_is_no_hit() -> None:
     world = World(config=config(ATTENTION, STATE, device=[16, 16]))
     world.request(prompt(6))
     assert ask(world, fork(4, 1)) == {"state_or_window_missing": 8, "never_seen": 4, "below_grid": 2}
     world.request(prompt(8))
     assert ask(world, prompt(10)) == {"hit_device": 16, "never_seen": 4, "below_grid": 1}
-
-
-def test_pages_behind_the_last_whole_chunk_in_memory_are_below_the_grid() -> None:
-    world = World(config=config(ATTENTION, device=16, grid=4))
-    world.request(prompt(8))
-    world.core.slot_pools.evict(0, 2)
-    assert ask(world, prompt(9)) == {"hit_device": 8, "below_grid": 4 + 3, "evicted_device": 4}
 
 
 def test_a_page_that_fails_its_check_is_the_reason_of_all_that_rest_on_it() -> None:
@@ -92,14 +78,6 @@ def test_a_page_that_fails_its_check_is_the_reason_of_all_that_rest_on_it() -> N
     assert ask(world, prompt(6)) == {"hit_host": 4, "failed_check": 8, "below_grid": 1}
 
 
-def test_a_record_of_storage_that_fails_its_check_is_the_reason_too() -> None:
-    world = World(config=HOLDS)
-    world.request(prompt(6))
-    world.flush(DEVICE, HOST)
-    world.rot(STORAGE, 3, prompt(6))
-    assert ask(world, prompt(6)) == {"hit_storage": 6, "failed_check": 6, "below_grid": 1}
-
-
 def test_a_page_of_which_the_check_failed_for_another_request_is_remembered() -> None:
     world = World(config=config(ATTENTION, device=8, host=16))
     world.request(prompt(6))
@@ -109,19 +87,6 @@ def test_a_page_of_which_the_check_failed_for_another_request_is_remembered() ->
     world.ready(first)
     world.ready(second)
     assert why(world, second) == {"hit_device": 4, "failed_check": 8, "below_grid": 1}
-
-
-def test_what_a_prefetch_did_not_bring_in_time_is_too_late() -> None:
-    world = World(config=HOLDS)
-    world.request(prompt(6))
-    world.flush(DEVICE, HOST)
-    lease = world.open_packed(pack(prompt(6)), "", PATIENCES[2])
-    world.claim(lease)
-    (probe,) = world.flying
-    world.step([world.end(probe)])  # storage has all of it
-    assert world.flying and not lease.ready
-    world.step(later_s=100.0)
-    assert lease.ready and why(world, lease) == {"too_late": 12, "below_grid": 1}
 
 
 def test_a_page_is_too_late_if_one_that_it_rests_on_is() -> None:
@@ -141,16 +106,6 @@ def test_a_page_is_too_late_if_one_that_it_rests_on_is() -> None:
     assert lease.ready and why(world, lease) == {"hit_storage": 4, "too_late": 8, "below_grid": 1}
 
 
-def test_what_storage_did_not_answer_in_time_is_too_late_if_it_was_stored() -> None:
-    world = World(config=HOLDS)
-    world.request(prompt(6))
-    world.flush(DEVICE, HOST)
-    lease = world.open_packed(pack(prompt(8)), "", PATIENCES[0])
-    world.claim(lease)
-    world.step(later_s=100.0)
-    assert lease.ready and why(world, lease) == {"too_late": 12, "unknown": 4, "below_grid": 1}
-
-
 def test_what_a_request_or_a_policy_does_not_want_is_not_read() -> None:
     world = World(config=HOLDS)
     world.request(prompt(6))
@@ -164,24 +119,6 @@ def test_what_a_request_or_a_policy_does_not_want_is_not_read() -> None:
     assert ask(world, prompt(7)) == {"not_read": 12, "unknown": 2, "below_grid": 1}
 
 
-def test_what_is_forgotten_is_unknown() -> None:
-    world = World(config=config(ATTENTION, device=16))
-    world.core.slot_pools.ghosts._limit = 10
-    for seed in range(3):
-        world.request(prompt(6, seed=seed))
-        world.flush(DEVICE)
-    assert ask(world, prompt(6, seed=0)) == {"unknown": 12, "below_grid": 1}
-    assert ask(world, prompt(8, seed=2)) == {"evicted_device": 12, "unknown": 4, "below_grid": 1}
-
-
-def test_a_request_that_was_closed_before_it_resumed_has_read_nothing() -> None:
-    world = World(config=HOLDS)
-    world.request(prompt(6))
-    lease = world.open(prompt(6))
-    world.close(lease)
-    assert world.core.explain(lease) == {Reason.NOT_READ: len(prompt(6))}
-
-
 def test_reasons_are_those_of_the_prompt_as_it_was_asked() -> None:
     world = World(config=config(ATTENTION, device=16))
     world.request(prompt(4))
@@ -192,19 +129,3 @@ def test_reasons_are_those_of_the_prompt_as_it_was_asked() -> None:
     world.close(lease)
     world.flush(DEVICE)
     assert why(world, lease) == before == {"hit_device": 8, "below_grid": 1}
-
-
-def test_another_salt_is_told_the_same_whatever_the_first_one_asked() -> None:
-    """The same requests of one salt, beside and without those of another that asks the same prompts."""
-    told = []
-    for others in (0, 3):
-        world = World(config=config(ATTENTION, STATE, device=[400, 400], host=400, storage=True))
-        found = []
-        for tokens in (prompt(6), fork(4, 1), prompt(9)):
-            for _ in range(others):
-                ask(world, tokens, salt="another")
-                world.flush(DEVICE, HOST)
-            found.append(ask(world, tokens, salt="mine"))
-            world.flush(DEVICE, HOST)
-        told.append(found)
-    assert told[0] == told[1] and told[0][0] == {"never_seen": 12, "below_grid": 1}

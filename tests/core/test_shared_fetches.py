@@ -4,7 +4,7 @@ from kvarve.core.effects import Began, Copy
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, STATE, World, config, fork, prompt
+from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 PATIENCE_S = 3.0
@@ -42,29 +42,6 @@ def test_sixteen_requests_for_one_stored_prompt_read_it_once() -> None:
     assert all(each.from_tiers() == (0, 0, 12) for each in leases), "each has waited for storage"
 
 
-def test_a_request_that_comes_while_half_has_landed_fetches_nothing() -> None:
-    world = stored()
-    ask(world, prompt(6))
-    first, second, third = sorted(world.flying)
-    world.step([world.end(second), world.end(first)])
-    late = ask(world, prompt(6))
-    assert late.ops == {third} and fetched(world) == 6
-    world.settle()
-    assert world.ready(late) and late.boundary == 6
-
-
-def test_what_a_request_needs_beyond_another_one_s_pages_it_fetches_itself() -> None:
-    world = stored()
-    longer = fork(4, word=1)
-    world.request(longer)
-    world.flush(DEVICE, HOST)
-    before = fetched(world)
-    ask(world, prompt(6))
-    branch = ask(world, longer)
-    world.settle()
-    assert world.ready(branch) and branch.boundary == 6 and fetched(world) == before + 6 + 2
-
-
 def test_a_fetch_that_fails_is_tried_once_more_for_all_that_waited_for_it() -> None:
     world = stored(2)
     leases = [ask(world, prompt(2)) for _ in range(8)]
@@ -74,19 +51,6 @@ def test_a_fetch_that_fails_is_tried_once_more_for_all_that_waited_for_it() -> N
     assert all(lease.ops == {again} for lease in leases[1:]) and leases[0].phase is Phase.QUEUED
     world.step([world.end(again, lost=-1)])
     assert not world.flying and all(lease.phase is Phase.QUEUED for lease in leases), "what fails twice is computed"
-
-
-def test_a_fetch_goes_on_for_others_when_the_request_that_began_it_has_gone() -> None:
-    world = stored()
-    first = ask(world, prompt(6))
-    second = ask(world, prompt(6))
-    world.close(first)
-    one, two, three = sorted(world.flying)
-    world.step([world.end(three), world.end(one)])
-    world.step([world.end(two)])
-    assert fetched(world) == 6 and world.ready(second) and second.from_tiers() == (0, 0, 6)
-    world.close(second)
-    world.drain()
 
 
 def test_only_pages_that_both_prompts_have_go_to_the_one_that_stays() -> None:
@@ -116,26 +80,3 @@ def test_a_fetch_that_hangs_is_awaited_for_a_patience_and_begun_anew_by_those_wh
     assert own != hangs
     world.step([world.end(own)])
     assert world.ready(later) and later.boundary == 2
-
-
-def test_patience_runs_from_the_start_where_the_other_s_fetch_has_begun() -> None:
-    world = stored(2)
-    ask(world, prompt(2), Patience(PATIENCE_S))
-    (fetch,) = world.flying
-    waits = ask(world, prompt(2), Patience(PATIENCE_S))
-    world.claim(waits)
-    world.step([Began(fetch)], later_s=1.0)
-    world.step(later_s=PATIENCE_S - 0.1)
-    assert waits.phase is Phase.FETCHING
-    world.step(later_s=0.2)
-    assert waits.ready and waits.boundary == 0
-
-
-def test_a_page_that_is_damaged_is_damaged_for_all_that_waited() -> None:
-    world = stored(2)
-    leases = [ask(world, prompt(2)) for _ in range(3)]
-    (fetch,) = world.flying
-    world.step([world.end(fetch, rotten=1)])
-    world.settle()
-    for lease in leases:
-        assert world.ready(lease) and lease.boundary == 0 and lease.bad == [1]

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from kvarve.boundaries import members, of
 from kvarve.core.outside import core_for
 from kvarve.core.snapshots import Snapshots
-from kvarve.errors import ConfigError
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, fork, prompt
+from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
 
 PAGE = 64
 
@@ -20,25 +19,16 @@ def kept(snapshots: Snapshots, pages: int, branch: int = 0, had: int = 0, grid: 
     return [*members(snapshots.boundaries(pages, pages - 1, branch, had, PAGE, grid))]
 
 
-def test_a_prompt_is_kept_where_it_ends_for_its_continuation_and_for_itself() -> None:
-    assert kept(Snapshots(), 10) == [9, 10]
+def test_a_prompt_is_kept_where_it_ends_and_where_it_leaves_a_known_one_and_every_so_many_tokens() -> None:
+    assert kept(Snapshots(), 10) == [9, 10], "for its continuation and for itself"
     assert kept(Snapshots(), 10, grid=4) == [8]
-
-
-def test_a_prompt_is_kept_where_it_leaves_a_known_one() -> None:
     assert kept(Snapshots(), 10, branch=4) == [4, 9, 10]
     assert kept(Snapshots(branches=False), 10, branch=4) == [9, 10]
     assert kept(Snapshots(ends=False), 10, branch=4) == [4]
-
-
-def test_states_are_kept_every_so_many_tokens() -> None:
     assert kept(Snapshots(every=3 * PAGE), 10) == [3, 6, 9, 10]
     assert kept(Snapshots(every=1), 3) == [1, 2, 3]
-
-
-def test_a_gap_counts_from_what_is_kept_already() -> None:
     assert kept(Snapshots(every=PAGE, gap=3 * PAGE), 9) == [3, 6, 9]
-    assert kept(Snapshots(every=PAGE, gap=3 * PAGE), 9, had=of([4])) == [3, 4, 7]
+    assert kept(Snapshots(every=PAGE, gap=3 * PAGE), 9, had=of([4])) == [3, 4, 7], "a gap counts from what is kept"
 
 
 @given(
@@ -58,23 +48,6 @@ def test_every_snapshot_is_on_the_grid_and_in_the_prompt_and_far_from_the_one_be
     for boundary in set(found) - had:
         before = max((each for each in {*had, *found, 0} if each < boundary), default=0)
         assert boundary - before >= gap
-
-
-@pytest.mark.parametrize("wrong", [{"every": -1}, {"gap": -1}])
-def test_less_than_nothing_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="give 0 or more"):
-        Snapshots(**wrong)
-
-
-def test_without_branch_points_a_shared_beginning_is_resumed_from_where_another_prompt_ended() -> None:
-    world = World(config=config(ATTENTION, STATE, snapshot_branches=False))
-    world.request(prompt(6))
-    world.request(fork(4, word=1))
-    assert world.request(fork(4, word=2)).boundary == 0
-    world = World(config=config(ATTENTION, STATE))
-    world.request(prompt(6))
-    world.request(fork(4, word=1))
-    assert world.request(fork(4, word=2)).boundary == 4
 
 
 # --- on the way, where they take little
@@ -160,18 +133,3 @@ def test_states_that_are_kept_because_there_is_room_are_copied_nowhere_until_a_p
     world.settle()
     assert world.resident(Tier.HOST, pool=1) == 4, "where each ends or can be resumed, and where one left the other"
     assert world.core.backups.dirty() == 0
-
-
-def test_windows_that_are_kept_because_there_is_room_are_copied_only_where_a_prompt_ends() -> None:
-    world = World(config=config(ATTENTION, WINDOW, device=40, host=40, storage=True, snapshot_chunks=True))
-    world.request(prompt(8), chunks=4)
-    world.settle()
-    assert world.resident(Tier.HOST, pool=1) == WINDOW.lookback < world.resident(Tier.DEVICE, pool=1)
-    assert world.request(fork(5, word=1)).boundary == 5
-
-
-def test_a_salt_has_states_of_chunks_while_it_has_room_of_its_own() -> None:
-    world = World(config=config(ATTENTION, STATE, device=40, salt_share=0.5, snapshot_chunks=True))
-    world.request(prompt(19), salt="a", chunks=19)
-    assert world.resident(Tier.DEVICE, pool=1) == 17, "three quarters of its share of 20, the next, and its end"
-    assert world.hit(prompt(19), salt="a") == (19, 19)

@@ -2,33 +2,15 @@
 
 from array import array
 
-from kvarve.core.audit import audit
 from kvarve.core.lease import Phase
 from kvarve.keys import root_key
 from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, fork, prompt, runs
+from kvarve.testing.world import ATTENTION, INDEX, STATE, World, config, fork, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
 
 # --- when slots are short
-
-
-def test_a_request_on_a_device_full_of_pinned_pages_is_computed_without_keeping() -> None:
-    world = World(config=config(ATTENTION, STATE, device=4, host=64))
-    world.request(prompt(3, seed=1))
-    first = world.start(prompt(4))
-    world.grow(first, 4)
-    world.publish(first, 4)
-    second = world.start(prompt(3, seed=1))
-    world.settle()
-    assert world.ready(second) and second.boundary == 0, "it is in the host, but no device slot is free for it"
-    assert world.grow(second, 3) == [{}, {}]
-    assert world.core.keepable(second) == 0 and world.core.counters.uncached == 3
-    world.publish(second, 0)
-    world.close(second)
-    world.close(first)
-    assert world.request(prompt(3, seed=1)).boundary == 3
 
 
 def test_a_request_is_kept_as_far_as_there_is_room() -> None:
@@ -54,35 +36,6 @@ def test_eviction_takes_the_tail_first() -> None:
     world.request(prompt(6))
     world.request(prompt(2, seed=1))
     assert world.hit(prompt(6)) == (4, 4) and world.hit(prompt(2, seed=1)) == (2, 2)
-
-
-def test_eviction_takes_what_was_used_longest_ago() -> None:
-    world = World(config=config(ATTENTION, device=6))
-    world.request(prompt(3, seed=1))
-    world.request(prompt(3, seed=2))
-    world.request(prompt(3, seed=1))
-    world.request(prompt(3, seed=3))
-    assert [world.hit(prompt(3, seed=seed))[0] for seed in (1, 2, 3)] == [3, 0, 3]
-
-
-def test_a_shared_beginning_outlives_its_branches() -> None:
-    world = World(config=config(ATTENTION, device=8))
-    world.request(fork(2, 7, 7))
-    world.request(fork(2, 8, 7))
-    world.request(prompt(6, seed=1))
-    assert world.hit(fork(2, 7, 7)) == (2, 2)
-
-
-def test_what_a_lease_holds_is_never_evicted() -> None:
-    world = World(config=config(ATTENTION, WINDOW, STATE, device=12, host=12))
-    world.request(prompt(6))
-    lease = world.start(prompt(6))
-    for seed in range(1, 6):
-        world.request(prompt(6, seed=seed))
-    world.flush(DEVICE, HOST)
-    assert world.core.slots(lease, 0)[0] == range(6) and world.core.slots(lease, 2)[0] == range(5, 6)
-    world.close(lease)
-    world.drain()
 
 
 def test_what_the_device_has_of_a_prompt_stays_while_the_rest_of_it_is_loaded() -> None:
@@ -113,90 +66,7 @@ def test_attention_pages_go_with_the_index_keys_of_their_positions() -> None:
     assert [world.resident(DEVICE, pool) for pool in range(3)] == [6, 6, 1]
 
 
-def test_a_flush_says_how_many_pages_went() -> None:
-    world = World(config=config(ATTENTION, STATE, device=8))
-    world.request(prompt(4))
-    assert world.flush(DEVICE) == 5, "four attention pages and the state that rested on them"
-
-
-# --- pages that were here when a request began, and were evicted while it ran
-
-
-def test_pages_seen_at_the_start_may_leave_the_device_before_the_rest_is_published() -> None:
-    world = World(config=config(ATTENTION, device=32, host=32))
-    world.request(prompt(4))
-    lease = world.start(prompt(6), read=False)
-    world.grow(lease, 6)
-    world.publish(lease, 2)
-    world.flush(DEVICE)
-    world.publish(lease, 6)  # pages 4 and 5, whose parent is now in the host only
-    audit(world.core)
-    world.close(lease)
-    world.drain()
-
-
-def test_pages_beyond_the_boundary_that_need_no_room_stay_while_the_rest_is_computed() -> None:
-    world = World(config=config(ATTENTION, STATE))
-    world.request(prompt(6))
-    lease = world.start(prompt(5))
-    assert lease.boundary == 0, "there is no state at 5"
-    assert [len(slots) for slots in world.grow(lease, 5)] == [0, 1], "but the attention pages are here already"
-    world.flush(DEVICE)
-    world.publish(lease, 5)
-    world.close(lease)
-    assert world.hit(prompt(5)) == (5, 5)
-
-
-def test_the_attention_pages_that_a_request_resumed_from_stay_until_it_is_closed() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[64, 4], host=[64, 4]))
-    for tokens in (prompt(10), fork(6, 7, 3), fork(4, 7, 3)):
-        world.request(tokens)
-    for seed in range(1, 7):  # other states evict those of our prompt
-        world.request(prompt(2, seed=seed))
-    world.request(prompt(2))
-    lease = world.open(prompt(8))
-    assert world.ready(lease) and lease.boundary == 2
-    world.grow(lease, 8)
-    world.publish(lease, 3)
-    world.flush(DEVICE)
-    world.publish(lease, 8)
-    world.flush(DEVICE)  # World checks that the engine's pages are unchanged
-    world.close(lease)
-    world.drain()
-
-
-def test_making_room_for_a_deep_hit_may_cost_the_pages_of_a_shallower_one() -> None:
-    world = World(
-        config=config(
-            ATTENTION,
-            WINDOW,
-            device=[32, 4],
-            host=[32, 4],
-            write_policy="write_back",
-            snapshot_every=PAGE_TOKENS,
-        )
-    )
-    world.request(prompt(4))
-    for _ in range(2):
-        world.flush(DEVICE)
-        world.settle()
-    assert [world.resident(tier, pool) for tier in (DEVICE, HOST) for pool in (0, 1)] == [0, 0, 4, 4]
-    world.request(prompt(3, seed=1))  # takes three of the device's four windows, and the host has none of them
-    # Boundary 4 needs three windows, one is free, so others move down, where they evict the window of boundary 1.
-    lease = world.open(prompt(4))
-    world.settle()
-    assert world.ready(lease)
-    world.close(lease)
-    world.drain()
-
-
 # --- how much is worth keeping
-
-
-def test_a_state_close_behind_another_is_not_admitted() -> None:
-    world = World(config=config(ATTENTION, STATE, snapshot_every=PAGE_TOKENS, snapshot_gap=3 * PAGE_TOKENS))
-    world.request(prompt(8))
-    assert world.resident(DEVICE, pool=1) == 2 and world.hit(prompt(5)) == (3, 3) and world.hit(prompt(8)) == (6, 6)
 
 
 def test_a_sequence_computes_in_slots_that_lie_in_a_row_if_there_are_such() -> None:
@@ -222,29 +92,3 @@ def test_a_salt_under_which_nothing_is_kept_is_forgotten() -> None:
     assert [*world.core.slot_pools.roots] == [root_key(b"world", "loud")]
     world.flush(DEVICE)
     assert not world.core.slot_pools.roots
-
-
-def test_a_salt_whose_pages_were_evicted_is_forgotten() -> None:
-    world = World(config=config(ATTENTION, device=4))
-    for user in range(20):
-        world.request(prompt(4), salt=f"user {user}")
-    assert [*world.core.slot_pools.roots] == [root_key(b"world", "user 19")]
-
-
-def test_an_eviction_order_does_not_remember_what_left_the_tree() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[8, 64]))
-    for seed in range(1, 201):
-        world.request(prompt(4, seed=seed))
-    alive = sum(1 for _ in runs(world.core))
-    assert all(len(order.runs()) <= 4 * alive for order in world.core.slot_pools.orders.values())
-
-
-def test_a_flush_spares_pinned_pages() -> None:
-    world = World(config=config(ATTENTION, STATE, device=16, host=16))
-    world.request(prompt(2, seed=1))
-    world.request(prompt(4))
-    lease = world.start(prompt(4))
-    assert world.flush(DEVICE, HOST) > 0
-    assert world.hit(prompt(4)) == (4, 4) and world.hit(prompt(2, seed=1)) == (0, 0)
-    world.close(lease)
-    world.drain()

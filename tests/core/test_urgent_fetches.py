@@ -1,5 +1,7 @@
 """A fetch is urgent once its request has been claimed, whichever came first; no other copy is."""
 
+import pytest
+
 from kvarve.core.effects import Copy, Probe
 from kvarve.core.policies import Patience
 from kvarve.model import Tier
@@ -18,34 +20,22 @@ def fetches(world: World) -> list[int]:
     return [op for op, each in world.flying.items() if isinstance(each, Copy) and each.source is Tier.STORAGE]
 
 
-def probes(world: World) -> list[int]:
-    return [op for op, each in world.flying.items() if isinstance(each, Probe)]
-
-
-def test_a_fetch_becomes_urgent_when_a_request_that_waits_for_it_is_claimed() -> None:
+@pytest.mark.parametrize("claimed_first", [True, False])
+def test_a_fetch_is_urgent_once_a_request_that_waits_for_it_is_claimed(claimed_first: bool) -> None:
     world = World(config=config(ATTENTION, host=64, storage=True))
     stored(world)
     lease, other = (world.open(prompt(4), patience=PATIENT) for _ in range(2))
-    world.step([world.end(op) for op in probes(world)])
+    if claimed_first:
+        world.claim(other)
+    assert not world.urgent, "a probe has a lane of its own"
+    probes = [op for op, each in world.flying.items() if isinstance(each, Probe)]
+    world.step([world.end(op) for op in probes])
     (fetch,) = fetches(world)
-    assert not world.urgent
+    assert bool(world.urgent) is claimed_first
     world.claim(other)
     world.claim(other)
     assert world.urgent == {fetch}
     world.settle()
     world.close(lease)
     world.close(other)
-    world.drain()
-
-
-def test_a_fetch_of_a_request_that_was_claimed_before_is_urgent_from_the_start() -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    stored(world)
-    lease = world.open(prompt(4), patience=PATIENT)
-    world.claim(lease)
-    assert not world.urgent, "a probe has a lane of its own"
-    world.step([world.end(op) for op in probes(world)])
-    assert world.urgent == {*fetches(world)} != set()
-    world.settle()
-    world.close(lease)
     world.drain()

@@ -5,7 +5,7 @@ from flights import fetching, in_flight
 
 from kvarve.core.effects import Began, Probe
 from kvarve.core.lease import Phase
-from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, Policies
+from kvarve.core.policies import BEST_EFFORT, Patience, Policies
 from kvarve.errors import ConfigError
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
@@ -63,27 +63,6 @@ def test_best_effort_does_not_wait_for_storage() -> None:
     assert not world.flying, "the answer comes too late to fetch anything"
 
 
-def test_best_effort_takes_what_came_while_the_request_was_queued() -> None:
-    world = fetching(BEST_EFFORT)
-    (lease,) = world.leases
-    first, second, _ = world.flying
-    world.step([world.end(second), world.end(first)])
-    assert lease.phase is Phase.FETCHING
-    world.claim(lease)
-    world.step([world.end(op) for op in [*world.flying][1:]])
-    assert lease.ready and lease.boundary == 4
-
-
-def test_endless_patience_waits_for_every_copy_to_end() -> None:
-    world = fetching(WAIT_COMPLETE)
-    (lease,) = world.leases
-    assert not world.claim(lease)
-    world.step(later_s=1e9)
-    assert lease.phase is Phase.FETCHING
-    world.settle()
-    assert lease.ready and lease.boundary == 6
-
-
 # --- while requests wait
 
 
@@ -93,29 +72,6 @@ def test_a_request_that_waited_behind_one_that_computed_its_prefix_resumes_from_
     world.request(prompt(6))
     for lease in waiting:
         assert world.ready(lease) and lease.boundary == 6
-        world.close(lease)
-
-
-def test_what_a_waiting_request_counts_on_may_go_before_its_turn() -> None:
-    world = World(config=config(ATTENTION))
-    world.request(prompt(4))
-    world.request(prompt(2, seed=1))
-    world.start(prompt(2, seed=1))  # stays, and so does the tree
-    waiting = world.open(prompt(4))
-    assert world.flush(DEVICE) == 4
-    assert world.claim(waiting) and waiting.boundary == 0
-
-
-def test_waiting_requests_take_no_room_on_the_device() -> None:
-    world = World(config=config(ATTENTION, STATE, host=64, storage=True, device=14))
-    for seed in range(8):
-        world.request(prompt(6, seed=seed))
-    world.flush(DEVICE)
-    waiting = [world.open(prompt(6, seed=seed)) for seed in range(8)]
-    world.settle()
-    assert world.resident(DEVICE) == 0
-    for lease in waiting:
-        assert world.ready(lease) and lease.boundary == 6, "it is as good as if they had come one by one"
         world.close(lease)
 
 
@@ -155,18 +111,6 @@ def test_waiting_for_storage_never_holds_more_of_the_host_than_its_share() -> No
     for lease in waiting:
         assert world.ready(lease) and lease.boundary == 4
         world.close(lease)
-
-
-def test_a_claimed_request_takes_the_share_of_waiting_requests() -> None:
-    world = World(config=config(ATTENTION, host=16, storage=True, device=16, host_share=0.5))
-    for seed in range(2):
-        world.request(prompt(8, seed=seed))
-    world.flush(DEVICE, HOST)
-    first, second = (world.open(prompt(8, seed=seed)) for seed in range(2))
-    for _ in range(8):
-        world.step([world.end(op) for op in [*world.flying]])
-    assert first.phase is Phase.QUEUED and second.phase is Phase.PROBING
-    assert world.ready(second) and second.boundary == 8
 
 
 def test_room_for_the_rest_of_a_prompt_is_never_made_at_the_cost_of_its_beginning() -> None:

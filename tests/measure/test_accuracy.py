@@ -1,14 +1,11 @@
-"""Questions with known answers: what counts as right, which files are read, and a real model asked twice."""
+"""Questions with known answers: what counts as right, and which files are read."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-import forks
-from kvarve.bench.accuracy import Question, _of_file, own
+from kvarve.bench.accuracy import Question, _of_file
 from kvarve.bench.settings import Accuracy
 from kvarve.errors import ConfigError
 
@@ -24,12 +21,10 @@ MMLU = 'Which is a fruit?,"stone, or so",apple,iron,sand,B\nWhich is a metal?,st
         ("1,001", " 3 and 4 make 1001.", True),
         ("1,001", "1001 is what 3 make", False),
         ("-7", "so -7.0", True),
-        ("18", "no number", False),
         ("B", " B. apple", True),
         ("B", " A or B", False),
         ("silver", "\nthe code of haddock is silver.\nthe code of", True),
         ("silver", "\nthe code of haddock is gold.\nsilver", False),
-        ("silver", "", False),
     ],
 )
 def test_what_counts_as_right(expected: str, text: str, right: bool) -> None:
@@ -67,10 +62,8 @@ def test_mmlu_s_choices_get_letters(tmp_path: Path) -> None:
         ("a.jsonl", b"3", "line 1: no JSON object"),
         ("a.jsonl", b'\n{"question": "q", "answer": 3}', "line 2: no JSON object"),
         ("a.jsonl", b'{"question": "q", "answer": "a ####"}', "line 1: nothing behind"),
-        ("a.jsonl", b"\xff", "not UTF-8"),
         ("a.jsonl", b"", "0 questions, of which the first 5 are the examples"),
         ("a.csv", b"q,1,2,3,4,E", "row 1: not a question"),
-        ("a.csv", b'"q', "no CSV"),
         ("b.csv", None, "No such file"),
     ],
 )
@@ -79,17 +72,3 @@ def test_a_file_of_another_form_is_one_error(tmp_path: Path, name: str, content:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=complaint):
         _of_file(tmp_path / name, Accuracy())
-
-
-def test_the_model_of_kvarve_s_own_answers_alike_from_storage(tmp_path: Path) -> None:
-    words = ["--requests", "6", "--serve=--threads 1", "--out", str(tmp_path / "out"), "--json", "-"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
-    command = [sys.executable, "-W", "error", "-m", "kvarve", "bench", "accuracy", *words]
-    done = forks.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    report = json.loads(done.stdout)
-    (found,) = report["sets"]
-    assert found["questions"] == 6 == len(own(Accuracy(requests=6))) and found["answers_differ"] == 0
-    assert found["right"][0] == found["right"][1] >= 4, "it has learned to find facts"
-    cold, warm = (row["cached_tokens"]["storage"] for row in report["rounds"])
-    assert cold == 0 and warm > 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,11 @@ from typing import Any
 import pytest
 
 import forks
+from kvarve.bench.accuracy import own
+from kvarve.bench.settings import Accuracy
+from kvarve.cli import app
+from kvarve.errors import KvarveError
+from kvarve.options import call
 from kvarve.served import served
 
 SMALL = ["--clients", "2", "--output-tokens", "4", "--warmup", "1"]
@@ -55,17 +61,20 @@ def test_the_second_round_after_a_flush_comes_from_storage_with_the_same_answers
     assert [path.name for path in out.iterdir()] == ["bench-server.log"], "no litter"
 
 
+@pytest.mark.long
 def test_a_server_that_runs_is_measured_too(url: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     words = ["--requests", "3", "--input-tokens", "80", "--rate", "50", "--rounds", "1", "--json", str(figures)]
-    done = bench("serving", "--server", url, *SMALL, *words)
+    done = bench("serving", "--server", url, "--admin-key", "boss", *SMALL, *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert "serving: 3 conversations, 3 requests, 50 conversations/s" in done.stdout
     assert "mean TTFT (ms)" in done.stdout and "p99 sent late (ms)" in done.stdout
     report = json.loads(figures.read_text())
     assert report["options"]["rate"] == 50.0 and report["rounds"][0]["requests"] == 3
+    assert "boss" not in figures.read_text(), "a report repeats no key"
 
 
+@pytest.mark.long
 def test_other_loads_run(url: str) -> None:
     shared = ["--groups", "2", "--prompts", "2", "--prefix-tokens", "300", "--input-tokens", "20"]
     row, again = rounds(bench("shared-prefix", "--server", url, "--flush", "none", *SMALL, *shared, "--json", "-"))
@@ -76,42 +85,54 @@ def test_other_loads_run(url: str) -> None:
     assert row["prompt_tokens"] == 4 * 664 and row["cached_tokens"]["device"] == 2 * 512
 
 
-def test_a_report_repeats_no_key(url: str) -> None:
-    words = ["--requests", "1", "--input-tokens", "20", "--server", url, "--admin-key", "boss", "--json", "-"]
-    done = bench("serving", *SMALL, *words)
-    rounds(done)
-    assert "boss" not in done.stdout and "admin_key" not in done.stdout
+@pytest.mark.long
+def test_what_a_server_refuses_is_one_line(url: str, tmp_path: Path) -> None:
+    for words, complaint in (
+        (["--server", url, "--requests", "1"], "the cache is not flushed (HTTP 401"),
+        (["--model", str(tmp_path / "none"), "--out", str(tmp_path / "out")], "the server did not start: "),
+    ):
+        done = bench("serving", *words)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr.startswith("kvarve: ") and done.stderr.count("\n") == 1 and complaint in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["serving", "--server", "URL", "--requests", "1"], "the cache is not flushed (HTTP 401"),
-        (["serving", "--server", "http://127.0.0.1:9"], "kvarve: http://127.0.0.1:9: ConnectError"),
-        (["serving", "--server", "URL", "--serve=--threads 1"], "--serve is for the server that is started"),
-        (["serving", "--input", "nothing.json"], "neither random nor a file"),
-        (["serving", "--rate", "0"], "--rate"),
-        (["multiturn", "--png", "/no/such/folder/a.png"], "--png: /no/such/folder/a.png"),
-        (["multiturn", "--json", "/no/such/folder/a.json"], "--json: /no/such/folder/a.json"),
-        (["multiturn", '--serve=--threads "'], "--serve: No closing quotation"),
-        (["frob"], "unknown command 'frob'"),
+        ("serving --server http://127.0.0.1:9", "http://127.0.0.1:9: ConnectError"),
+        ("serving --server http://127.0.0.1:9 --serve=x", "--serve is for the server that is started"),
+        ("serving --input nothing.json", "neither random nor a file"),
+        ("serving --rate 0", "--rate"),
+        ("multiturn --png /no/such/folder/a.png", "--png: /no/such/folder/a.png"),
+        ("multiturn --json /no/such/folder/a.json", "--json: /no/such/folder/a.json"),
+        ('multiturn --serve=--threads"', "--serve: No closing quotation"),
+        ("frob", "unknown command 'frob'"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(url: str, words: list[str], complaint: str) -> None:
-    done = bench(*[word.replace("URL", url) for word in words])
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert done.stderr.startswith("kvarve: ") and done.stderr.count("\n") == 1 and complaint in done.stderr
+def test_what_cannot_be_measured_is_one_error(words: str, complaint: str) -> None:
+    with pytest.raises(KvarveError, match=re.escape(complaint)):
+        call(app, ["bench", *words.split()])
 
 
-def test_requests_that_fail_are_counted_and_told(url: str) -> None:
-    words = ["--input-tokens", "40000", "--requests", "2", "--warmup", "0", "--rounds", "1", "--json", "-"]
-    done = bench("serving", "--server", url, *words)
-    assert done.returncode == 1
-    (row,) = json.loads(done.stdout)["rounds"]
-    assert (row["requests"], row["failed"]) == (0, 2) and "HTTP 400" in row["error"]
+@pytest.mark.long
+def test_every_copy_between_tiers_is_compared_and_alters_nothing(tmp_path: Path) -> None:
+    words = ["--clients", "2", "--turns", "1", "--serve=--threads 1", "--out", str(tmp_path / "out"), "--json", "-"]
+    done = bench("hash", *words)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    edges = json.loads(done.stdout)["edges"]
+    down_and_up = [("device", "host"), ("host", "storage"), ("storage", "host"), ("host", "device")]
+    assert [(row["source"], row["target"]) for row in edges] == down_and_up
+    assert all(row["compared"] > 0 and row["altered"] == 0 for row in edges), edges
 
 
-def test_a_server_that_does_not_start_is_one_line(tmp_path: Path) -> None:
-    done = bench("serving", "--model", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("kvarve: the server did not start: ") and done.stderr.count("\n") == 1
+@pytest.mark.long
+def test_the_model_of_kvarve_s_own_answers_alike_from_storage(tmp_path: Path) -> None:
+    words = ["--requests", "6", "--serve=--threads 1", "--out", str(tmp_path / "out"), "--json", "-"]
+    done = bench("accuracy", *words)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    report = json.loads(done.stdout)
+    (found,) = report["sets"]
+    assert found["questions"] == 6 == len(own(Accuracy(requests=6))) and found["answers_differ"] == 0
+    assert found["right"][0] == found["right"][1] >= 4, "it has learned to find facts"
+    cold, warm = (row["cached_tokens"]["storage"] for row in report["rounds"])
+    assert cold == 0 and warm > 0

@@ -33,12 +33,6 @@ def test_a_failed_request_counts_as_failed_and_nowhere_else() -> None:
     assert row["prompt_tokens"] == 100 and row["e2e_ms"]["p99"] == 5000.0
 
 
-def test_only_failed_requests_have_no_latency() -> None:
-    row = figures(Round("round 1", [record(0, error="x")], 10.0))
-    assert row["ttft_ms"] == {} and row["output_tok_per_s"] == 0.0
-    shown(table([row, row], timed=True))
-
-
 def test_answers_are_compared_one_by_one() -> None:
     first = [record(0), record(1), record(2)]
     assert same_answers(first, [record(0), record(1, text="other"), record(2, error="x")]) == 1

@@ -4,55 +4,19 @@ import threading
 
 import pytest
 import torch
-from pages import NAMESPACE, a_pool, filled, in_record, noise, raw
+from pages import NAMESPACE, a_pool, filled
 
 from kvarve.errors import ConfigError
-from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.arenas import HostArena
 from kvarve.memory.copies import DeviceCopies
 from kvarve.memory.host_memory import zeros
 from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT, spans
-from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, record_bytes
-from kvarve.model import BUFFER_ALIGNMENT, DTYPE_BYTES, BufferSpec, PoolSpec
+from kvarve.model import DTYPE_BYTES, BufferSpec, PoolSpec
 
 CPU = torch.device("cpu")
 KV = PoolSpec(
     "kv", tuple(BufferSpec(f"layers.{n}.{what}", (4, 3, 5), "int16") for n in range(2) for what in "kv"), None
 )
-
-
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_a_piece_of_a_page_is_in_the_record_where_the_format_says(dtype: str) -> None:
-    pool, slots = a_pool(dtype, "int16"), 5
-    host = HostArena(pool, slots, NAMESPACE)
-    for number, (buffer, piece) in enumerate(zip(pool.buffers, host.pieces(CPU), strict=True)):
-        assert piece.shape == (slots, buffer.shape[0], buffer.nbytes // buffer.shape[0])
-        for slot in range(slots):
-            piece[slot] = torch.from_numpy(raw(noise(buffer, 100 * number + slot))).view(piece.shape[1:])
-    for slot in range(slots):
-        for number, (buffer, found) in enumerate(zip(pool.buffers, in_record(host, slot), strict=True)):
-            assert found == raw(noise(buffer, 100 * number + slot)).tobytes()
-        assert bytes(host.record(slot)[:HEADER_BYTES]) == bytes(HEADER_BYTES), "a piece reaches into the header"
-
-
-def test_records_lie_one_behind_the_other_on_whole_pages_of_memory() -> None:
-    host = HostArena(a_pool("float32", "uint8"), 4, NAMESPACE)
-    starts = [torch.frombuffer(host.record(slot), dtype=torch.uint8).data_ptr() for slot in range(4)]
-    assert all(start % BLOCK_BYTES == 0 for start in starts)
-    assert [start - starts[0] for start in starts] == [slot * host.stride for slot in range(4)]
-    assert host.stride == record_bytes(host.pool.payload_bytes)
-    assert all(piece.data_ptr() % BUFFER_ALIGNMENT == 0 for piece in host.pieces(CPU))
-
-
-def test_a_layout_is_a_permutation_of_page_layer_and_token() -> None:
-    def along(layout: str) -> list[tuple[int, int, int]]:
-        """How far it is to the next page, the next layer and the next token."""
-        _, found = spans(layout, KV, 6)
-        return [(span.page, found[2].start - found[0].start, span.entry) for span in found]
-
-    entry, buffer = 30, 128  # 4 tokens of 30 bytes, aligned
-    assert {*along("page_first_direct")} == {(4096, 2 * buffer, entry)}
-    assert {*along("page_first")} == {(4 * 4 * entry + 32, 2 * entry, 4 * entry)}  # whole cache lines
-    assert {*along("layer_first")} == {(buffer, 2 * 6 * buffer, entry)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -92,18 +56,6 @@ def test_every_layout_makes_the_same_records_and_takes_them_back(layout: str, dt
     assert [bytes(back.record((slot + 1) % slots)) for slot in range(slots)] == expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bit_that_flips_in_a_piece_is_noticed_in_every_layout(layout: str) -> None:
-    host, key = HostArena(KV, 2, NAMESPACE, layout=layout), b"k" * 32
-    copies = DeviceCopies([filled(KV, 2)], [host])
-    copies.save({0: ([(0, 1)], [key])}, copies.ready())
-    for piece in host.pieces(CPU):
-        piece[1, -1, -1] ^= 4
-        assert not host.intact(1, key)
-        piece[1, -1, -1] ^= 4
-    assert host.intact(1, key)
-
-
 def test_what_a_storage_left_between_the_buffers_is_not_sealed_in() -> None:
     pool = PoolSpec("kv", (BufferSpec("a", (3,), "uint8"), BufferSpec("b", (5,), "uint8")), None)
     clean, used = HostArena(pool, 1, NAMESPACE), HostArena(pool, 1, NAMESPACE)
@@ -118,13 +70,6 @@ def test_a_layout_that_does_not_exist_is_refused_as_a_setting() -> None:
     with pytest.raises(ConfigError, match="unknown host layout 'head_first'; known: page_first_direct, page_first, "):
         HostArena(KV, 1, NAMESPACE, layout="head_first")
     assert HostArena(KV, 1, NAMESPACE).layout == PAGE_FIRST_DIRECT
-
-
-def test_more_memory_than_there_is_address_space_is_refused_as_a_setting() -> None:
-    with pytest.raises(ConfigError, match="pages of attention: not enough host memory"):
-        HostArena(a_pool("float32"), 1 << 52, NAMESPACE)
-    with pytest.raises(ConfigError, match="no memory on cpu for"):
-        DeviceArena(a_pool("float32"), 1 << 52)
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != PAGE_FIRST_DIRECT])

@@ -2,7 +2,6 @@
 
 import gc
 import random
-import subprocess
 import sys
 from array import array
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from pages import noise, raw
 
+import forks
 from kvarve import worker
 from kvarve.config import CacheConfig, cut_memory, divide
 from kvarve.core.effects import Hurry
@@ -48,24 +48,8 @@ def drivers() -> list[object]:
     return ["pretend", pytest.param("cuda", marks=pytest.mark.skipif(driver_of("cuda") is None, reason="no GPU"))]
 
 
-@pytest.mark.parametrize("granule", [1 << 12, 1 << 16, 1 << 21])
-def test_the_parts_of_an_extent_are_whole_granules_for_every_pool(granule: int) -> None:
-    found = a_cut(1 << 30, granule)
-    assert found.nbytes % granule == 0 and found.count * found.nbytes <= 1 << 30
-    for pool, per in zip(POOLS, found.per, strict=True):
-        assert 0 < per * pool.payload_bytes <= found.nbytes
-        if pool.lookback is None:
-            assert all(per * buffer.nbytes % granule == 0 for buffer in pool.buffers)
-        else:
-            assert found.nbytes % per == 0 and found.nbytes // per % 4096 == 0
-
-
-def test_a_budget_of_few_granules_is_divided_once() -> None:
-    assert cut_memory(8 << 20, POOLS, 16, 64, records=False, granule=1 << 21) is None
-
-
 @pytest.mark.parametrize("states", [0, 100])
-@pytest.mark.parametrize("gib", range(2, 40, 3))
+@pytest.mark.parametrize("gib", [2, 5, 38])
 def test_no_prompt_is_too_long_because_extents_are_large(gib: int, states: int) -> None:
     """Heads of 80 elements: 128 pages of 20 KiB fill granules of 2 MiB, so a part of 64 layers has 640 MiB."""
     shape = tuple(BufferSpec(f"layers.{n}.k", (128, 80), "bfloat16") for n in range(64))
@@ -90,7 +74,7 @@ def test_pages_keep_every_bit_while_extents_go_from_pool_to_pool(kind: str, monk
     cut = a_cut(20 * a_cut(1 << 40, granule).nbytes, granule)
     arenas, extents = _device_arenas(POOLS, cut, device), Extents(cut)
     known: dict[tuple[int, int], int] = {}  # what each extent's last slot was filled with
-    for step in range(150):
+    for step in range(40):
         pool = dice.randrange(len(POOLS))
         theirs = [at for each, at in known if each == pool]
         if theirs and dice.random() < 0.4:
@@ -117,7 +101,7 @@ def test_pages_keep_every_bit_while_extents_go_from_pool_to_pool(kind: str, monk
                 for slot in (extents.slots(at, extent)[0], extents.slots(at, extent)[-1]):
                     found = raw(arenas[at].buffers[buffer.name][slot].cpu())
                     assert found.tobytes() == raw(noise(buffer, 7 * when + number + slot)).tobytes(), (at, slot)
-    assert kind == "cuda" or pretend.moves > 150
+    assert kind == "cuda" or pretend.moves > 40
 
 
 def test_memory_is_given_back_with_the_last_view_of_it() -> None:
@@ -153,7 +137,7 @@ arena.commit(range(3)); arena.release(range(1, 2))
 print(float(arena.buffers["layers.3.s"][2].sum()), flush=True)
 print(float(arena.buffers["layers.3.s"][1].sum()), flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forks.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-11, "0.0\n"), done.stderr
 
 
@@ -197,7 +181,7 @@ def test_the_device_has_ended_what_it_computes_before_memory_moves_and_copies_co
         cache.shutdown(5)
 
 
-@pytest.mark.parametrize("fails", ["map", "unmap"])
+@pytest.mark.parametrize("fails", ["map", pytest.param("unmap", marks=pytest.mark.long)])
 def test_a_driver_that_fails_in_between_is_asked_again_before_anything_is_copied(
     fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,17 +4,16 @@ import random
 import struct
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressible import MODEL, a_record, key, numbers
+from compressible import a_record, key, numbers
 from kvarve.errors import ConfigError
-from kvarve.memory.encodings import Broken, codec, decode, encode, expanded, plain_bytes, pool_of
-from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp, record_bytes, whole
+from kvarve.memory.encodings import Broken, codec, decode, encode, expanded, plain_bytes
+from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, record_bytes, whole
 
 pytest.importorskip("zstandard")
 pytest.importorskip("lz4")
@@ -88,41 +87,12 @@ def test_an_encoded_record_has_each_field_where_the_documentation_says() -> None
     assert not any(data[end:])
 
 
-@given(st.binary(max_size=9000), st.sampled_from(NAMES), st.integers(0, 3))
-def test_any_payload_comes_back(payload: bytes, name: str, copies: int) -> None:
-    payload = (payload * (4**copies))[:30_000]
-    record = memoryview(bytearray(record_bytes(len(payload))))
-    record[256 : 256 + len(payload)] = payload
-    Stamp(MODEL, "state", len(payload)).seal(record, key(1))
-    data = encoded(record, name)
-    assert data is None or decoded(data) == record
-
-
 @pytest.mark.parametrize("cut", [256, 4096, 12_288])
 def test_a_record_in_pieces_is_encoded_as_one_that_is_whole(cut: int) -> None:
     _, record = a_record("bfloat16")
     into = memoryview(bytearray(record.nbytes + BLOCK_BYTES))
     size, _ = encode([record[:cut], record[cut:]], codec("zstd"), into)
     assert into[:size] == sure(record)
-
-
-@pytest.mark.parametrize("kind", ["bfloat16", "float32", "noise", "zeros"])
-def test_a_record_whose_planes_are_not_as_was_told_comes_back_as_well(kind: str) -> None:
-    _, record = a_record(kind)
-    for worth in ([True] * 4, [False] * 4, [False, True, False, True], [True, False, True, False]):
-        into = memoryview(bytearray(record.nbytes + BLOCK_BYTES))
-        size, tried = encode([record], codec("zstd"), into, worth)
-        assert tried == worth and (size is None or decoded(bytes(into[:size])) == record)
-        assert size is not None or kind == "noise" or not all(worth)
-
-
-def test_only_plain_records_are_encoded() -> None:
-    _, record = a_record("bfloat16")
-    assert pool_of([record]) == "attention"
-    assert pool_of([record[:4096], record[4096:]]) == "attention"
-    other = [memoryview(b"x" * 5000), memoryview(b""), record[:-4], record[1:], memoryview(sure(record))]
-    assert [pool_of([view]) for view in other] == [None] * len(other)
-    assert pool_of([record[:258], record[258:]]) is None, "its planes would be torn"
 
 
 # --- what is worth the time
@@ -210,7 +180,7 @@ def test_a_record_with_any_bit_changed_is_broken_or_fails_its_check(name: str) -
         kind = "zeros"
     data = sure(record, name)
     used = 256 + int.from_bytes(data[144:152], "little")
-    for bit in [*range(272 * 8), *(dice.randrange(272 * 8, len(data) * 8) for _ in range(3000))]:
+    for bit in [*range(272 * 8), *(dice.randrange(272 * 8, len(data) * 8) for _ in range(1000))]:
         flipped = changed(data, bit // 8, bytes([data[bit // 8] ^ 1 << bit % 8]))
         found = decoded(flipped)
         if found is None or found.nbytes != record.nbytes:
@@ -240,24 +210,11 @@ def test_lengths_that_lie_are_broken() -> None:
         assert plain_bytes(memoryview(changed(data, at, bytes([value]))), len(data)) is None
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("times", [0.5, 2, 200])
-def test_a_plane_of_another_length_is_broken(name: str, times: float) -> None:
-    using, payload_bytes = codec(name), 40_000
-    size = (record_bytes(payload_bytes) - HEADER_BYTES) // 4
-    right, wrong = using.compress(bytes(size)), using.compress(bytes(int(size * times)))
-    good = as_record([right] * 4, payload_bytes, using.number)
-    assert decoded(good) is not None
-    assert len(wrong) < size, "else it would stand for itself"
-    bad = as_record([right, right, right, wrong], payload_bytes, using.number)
-    assert decoded(bad) is None
-
-
 def test_a_frame_of_zstd_that_hides_its_length_or_another_one_is_broken() -> None:
     import zstandard
 
     size = (record_bytes(40_000) - HEADER_BYTES) // 4
-    hidden = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(size * 50_000))
+    hidden = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(size * 1000))
     right = codec("zstd").compress(bytes(size))
     for bad in (hidden, right + right, right + b"x", right[:-1], b"", b"x" * 40):
         assert decoded(as_record([right, bad, right, right], 40_000, 1)) is None
@@ -292,7 +249,7 @@ def test_a_bomb_takes_no_memory() -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=40)
 def test_a_mangled_record_is_a_miss(data: st.DataObject) -> None:
     stamp, record = a_record("zeros" if data.draw(st.booleans()) else "bfloat16", 20_000)
     name = data.draw(st.sampled_from(NAMES))
@@ -306,13 +263,6 @@ def test_a_mangled_record_is_a_miss(data: st.DataObject) -> None:
 
 
 # --- threads and libraries
-
-
-def test_threads_share_a_codec() -> None:
-    records = [a_record("bfloat16", 30_000, number)[1] for number in range(8)]
-    with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(lambda record: decoded(sure(record)), records * 8)]
-    assert found == records * 8
 
 
 @pytest.mark.parametrize(("name", "library"), [("zstd", "zstandard"), ("lz4", "lz4.block")])

@@ -59,16 +59,6 @@ def test_padding_between_blocks_is_left_out() -> None:
     assert torch.equal(found[4, 0].view(torch.int16), torch.arange(42, 48, dtype=torch.int16))
 
 
-def test_blocks_that_a_kernel_sees_as_several_are_one() -> None:
-    tensor = torch.arange(BLOCKS * 8, dtype=torch.float32).view(BLOCKS * 2, 4)
-    assert block_bytes("layer", tensor, BLOCKS).shape == (BLOCKS, 1, 32)
-
-
-def test_axes_of_a_block_may_lie_in_any_order() -> None:
-    tensor = torch.zeros(BLOCKS, 5, 3).transpose(1, 2)
-    assert block_bytes("layer", tensor, BLOCKS).shape == (BLOCKS, 1, 60)
-
-
 @pytest.mark.parametrize(
     "tensor", [torch.zeros(2, BLOCKS, 3).transpose(0, 1), torch.zeros(BLOCKS, 4, 4)[:, :, :3], torch.zeros(13, 2)]
 )
@@ -77,15 +67,6 @@ def test_blocks_that_are_not_in_one_piece_are_refused(tensor: torch.Tensor) -> N
         block_bytes("layer", tensor, BLOCKS)
 
 
-def test_blocks_of_another_size_than_the_pools_are_refused() -> None:
-    with pytest.raises(ConfigError, match="not as large"):
-        EngineArena(pool_of("any", [16], None), tensors((5,)), BLOCKS)
-
-
 @pytest.mark.parametrize("blocks", [[0], [7], [3, 0, 2**32 - 1]])
 def test_a_handle_names_its_blocks(blocks: list[int]) -> None:
     assert blocks_of(handle_of(blocks), len(blocks)) == tuple(blocks)
-
-
-def test_a_page_of_one_block_has_its_number_as_handle() -> None:
-    assert handle_of([41]) == 41

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 
@@ -28,13 +27,6 @@ def test_many_threads_share_a_few_heaps() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     heaps = int(done.stdout)
     assert 1 <= done.stderr.count("Arena ") <= heaps
-
-
-def test_malloc_arena_max_of_the_environment_is_kept() -> None:
-    program = "from kvarve.memory.heap import bound_heaps; print(bound_heaps())"
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "4"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout == "False\n"
 
 
 def test_what_is_spared_from_collection_stays_and_later_cycles_are_still_collected() -> None:

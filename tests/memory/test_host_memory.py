@@ -3,7 +3,6 @@
 import gc
 import mmap
 import os
-import re
 import threading
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from kvarve.config import CacheConfig
-from kvarve.errors import ConfigError, KvarveError, StorageError
-from kvarve.memory import host_memory
+from kvarve.errors import KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena
 from kvarve.memory.device_memory import OnGpu
 from kvarve.memory.host_memory import MAPPED, PORTABLE, HostMemory
@@ -61,27 +59,6 @@ def test_exactly_the_bytes_that_were_asked_are_pinned_until_they_are_closed() ->
     assert int(memory.tensor[-1]) == 7
 
 
-def test_memory_for_the_cpu_is_not_pinned() -> None:
-    runtime = CudaRuntime()
-    memory = HostMemory(ODD, CPU, runtime)
-    assert not runtime.pinned and memory.on(CPU) is memory.tensor
-    memory.close()
-
-
-def test_memory_that_cannot_be_pinned_is_refused_with_advice() -> None:
-    with pytest.raises(ConfigError, match=re.escape("error 2): give less host memory, or raise the limit of locked")):
-        HostMemory(ODD, CUDA, CudaRuntime(limit=ODD - 1))
-
-
-def test_memory_that_is_dropped_without_a_close_is_unpinned_before_it_is_freed() -> None:
-    runtime = CudaRuntime()
-    memory = HostMemory(ODD, CUDA, runtime)
-    assert runtime.pinned
-    del memory
-    gc.collect()
-    assert not runtime.pinned
-
-
 def test_memory_that_code_of_a_gpu_may_still_reach_stays_pinned() -> None:
     runtime = CudaRuntime()
     memory = HostMemory(ODD, CUDA, runtime)
@@ -94,25 +71,6 @@ def test_memory_that_code_of_a_gpu_may_still_reach_stays_pinned() -> None:
     assert not runtime.pinned
 
 
-def flags_at(address: int) -> set[str]:
-    """What the kernel has been told of the memory there."""
-    here, lines = False, Path("/proc/self/smaps").read_text().splitlines()
-    for line in lines:
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            here = int(found[1], 16) <= address < int(found[2], 16)
-        elif here and line.startswith("VmFlags:"):
-            return set(line.split()[1:])
-    raise AssertionError("no memory is there")
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel that was built without huge pages"
-)
-def test_memory_is_on_huge_pages_where_the_system_has_them() -> None:
-    memory = HostMemory(4 << 20, CPU)
-    assert "hg" in flags_at(memory.tensor.data_ptr())
-
-
 def test_a_forked_child_finds_zeros_and_moves_no_page_of_its_parent() -> None:
     memory = HostMemory(ODD, CPU)
     memory.bytes[:] = bytes([7]) * ODD
@@ -121,11 +79,6 @@ def test_a_forked_child_finds_zeros_and_moves_no_page_of_its_parent() -> None:
     memory.bytes[0] = 8
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child has what its parent's devices write"
     assert bytes(memory.bytes) == b"\x08" + bytes([7]) * (ODD - 1)
-
-
-def test_where_a_kernel_cannot_wipe_memory_a_child_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_MADV_WIPEONFORK", 99)  # which no kernel knows
-    assert "dc" in flags_at(HostMemory(ODD, CPU).tensor.data_ptr())
 
 
 class Unwilling(MemoryStorage):

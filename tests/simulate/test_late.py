@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import BLOCK, PAGE_BYTES, RECORD_BYTES, branching, command, line, settings, trace
+from traces import PAGE_BYTES, RECORD_BYTES, branching, line, settings, trace
 
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
@@ -17,32 +17,8 @@ def ttfts(folder: Path, config: SimulationConfig, *lines: dict[str, Any]) -> lis
     return [round(seconds, 6) for seconds in replay(trace(folder, *lines), config).ttfts]
 
 
-def test_a_prompt_takes_what_computing_the_rest_of_it_takes(tmp_path: Path) -> None:
-    config = settings(16, prefill_tokens_per_s=SPEED)
-    assert ttfts(tmp_path, config, line([1, 2]), line([1, 2], at=5000)) == [1.025, 0.001]
-
-
-def test_prompts_are_computed_one_after_the_other(tmp_path: Path) -> None:
-    config = settings(16, prefill_tokens_per_s=SPEED)
-    found = ttfts(tmp_path, config, line([1, 2]), line([1, 2]), line([3], at=1000))
-    assert found == [1.025, 1.026, 0.026 + 0.513], "the second one hits what the first has computed before it began"
-
-
-def test_pages_from_storage_come_as_fast_as_it_reads(tmp_path: Path) -> None:
-    config = settings(
-        2, host=4, storage=99, prefill_tokens_per_s=SPEED, storage_bytes_per_s=RECORD_BYTES, policies=patient()
-    )
-    lines = [line([1, 2]), line([3, 4], at=10_000), line([5, 6], at=20_000), line([1, 2], at=60_000)]
-    assert ttfts(tmp_path, config, *lines) == [1.025, 1.025, 1.025, 2.001]
-
-
 def patient() -> Policies:
     return Policies(prefetch_policy="wait_complete")
-
-
-def test_pages_from_the_host_come_as_fast_as_it_is_copied(tmp_path: Path) -> None:
-    config = settings(2, host=8, prefill_tokens_per_s=SPEED, host_bytes_per_s=4 * PAGE_BYTES)
-    assert ttfts(tmp_path, config, line([1, 2]), line([3, 4], at=10_000), line([1, 2], at=20_000))[2] == 0.501
 
 
 def test_pages_are_fetched_while_their_request_waits_for_its_turn(tmp_path: Path) -> None:
@@ -72,16 +48,6 @@ def test_a_request_waits_for_storage_as_its_policy_says(tmp_path: Path, policies
     assert report.ttfts[3] == pytest.approx(seconds)
 
 
-def test_where_nothing_is_slow_hits_are_those_of_instant_copies(tmp_path: Path) -> None:
-    path = trace(tmp_path, *(each | {"timestamp": 10_000 * at} for at, each in enumerate(branching(150))))
-    sizes: dict[str, Any] = {"host": 60, "storage": 300, "state_bytes": 2048}
-    fast = {"prefill_tokens_per_s": 10**9, "storage_bytes_per_s": 1 << 50, "host_bytes_per_s": 1 << 50}
-    instant = replay(path, settings(24, **sizes))
-    timed = replay(path, settings(24, **sizes, **fast, policies=patient()))
-    assert timed.hit_tokens == instant.hit_tokens and min(instant.hit_tokens.values()) > 0
-    assert timed.requests == len(timed.ttfts) == 150 and not instant.ttft_s
-
-
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_every_request_ends_however_slow_storage_is(tmp_path: Path, policy: str) -> None:
     config = settings(
@@ -94,9 +60,9 @@ def test_every_request_ends_however_slow_storage_is(tmp_path: Path, policy: str)
         policies=Policies(write_policy=policy),
         replicas=2,
     )
-    path = trace(tmp_path, *(each | {"timestamp": 200 * at} for at, each in enumerate(branching(200))))
+    path = trace(tmp_path, *(each | {"timestamp": 200 * at} for at, each in enumerate(branching(50))))
     report = replay(path, config)
-    assert len(report.ttfts) == report.requests == 200
+    assert len(report.ttfts) == report.requests == 50
     assert replay(path, config) == report, "a replay can be repeated"
     ttft = report.ttft_s
     assert 0 < ttft["p50"] <= ttft["p90"] <= ttft["p99"] and ttft["mean"] > 0
@@ -123,7 +89,7 @@ def test_a_request_goes_where_its_pages_are(tmp_path: Path) -> None:
 
 
 def test_replicas_find_in_storage_what_others_have_computed(tmp_path: Path) -> None:
-    lines = talks(40, 6)
+    lines = talks(15, 5)
     alone, shared = (
         served(tmp_path, lines, pages=300, host=300, storage=storage, replicas=4, routing="random")
         for storage in (0, 1000)
@@ -132,30 +98,13 @@ def test_replicas_find_in_storage_what_others_have_computed(tmp_path: Path) -> N
     assert shared.hit_tokens["storage"] > 0
 
 
-def test_one_replica_is_what_there_was(tmp_path: Path) -> None:
-    lines = branching(100)
-    assert served(tmp_path, lines, pages=20, replicas=1) == served(tmp_path, lines, pages=20)
-    assert served(tmp_path, lines, pages=20, replicas=3).by_replica != [100]
-
-
-def test_the_command_tells_ttft_and_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = trace(tmp_path, *branching(60))
-    flags = ("--device-memory", "1GiB", "--replicas", "3", "--prefill-tokens-per-s", "1000")
-    assert command(path, *flags) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "TTFT mean" in told and "3 replicas" in told
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         ({"storage_bytes_per_s": 1}, "a speed of storage needs storage"),
-        ({"host_bytes_per_s": 1}, "a speed of the host needs a host"),
         ({"host_memory": 1 << 30, "host_bytes_per_s": 1}, "give prefill tokens per s too"),
-        ({"replicas": 0}, "at least one replica"),
         ({"replicas": 2, "routing": "nearest"}, "unknown routing 'nearest'; known: prefix, random"),
         ({"routing": "random"}, "one replica gets all requests"),
-        ({"prefill_tokens_per_s": -1}, "prefill tokens per s cannot be below zero"),
         ({"prefill_tokens_per_s": 1, "policies": Policies(prefetch_base_s=1.0)}, "give storage bytes per s"),
     ],
     ids=str,
@@ -163,9 +112,3 @@ def test_the_command_tells_ttft_and_replicas(tmp_path: Path, capsys: pytest.Capt
 def test_speeds_that_contradict_are_refused(flags: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         SimulationConfig(1 << 30, **flags)
-
-
-def test_a_timed_replay_takes_the_settings_of_waiting() -> None:
-    speeds = {"prefill_tokens_per_s": SPEED, "storage_bytes_per_s": 1 << 20}
-    slow = settings(16, host=16, storage=16, policies=Policies(prefetch_base_s=1.0), **speeds)
-    assert slow.late and slow.block_tokens == BLOCK

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from traces import BLOCK, PAGE_BYTES, RECORD_BYTES, branching, command, line, settings, trace
 
-from kvarve.core.extents import Cut
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
-from kvarve.model import Tier
 from kvarve.simulate import SimulationConfig, replay
 
 
@@ -23,12 +21,6 @@ def test_with_room_for_everything_the_core_finds_what_a_set_of_ids_finds(tmp_pat
     assert report.slots == {"device.kv": 10_000}
     assert report.evicted == {"device.kv": 0}
     assert report.moved_bytes == {}
-
-
-def test_a_prompt_that_ends_with_its_last_page_computes_that_page_again(tmp_path: Path) -> None:
-    report = replay(trace(tmp_path, line([1, 2], extra=0), line([1, 2], extra=0)), settings(16))
-    assert report.infinite_hit_tokens == 2 * BLOCK
-    assert report.hit_tokens["device"] == BLOCK, "at least one token has to be computed"
 
 
 def test_a_short_last_block_has_an_id_or_has_none(tmp_path: Path) -> None:
@@ -60,35 +52,6 @@ def test_what_left_the_device_is_found_on_the_host_and_then_in_storage(tmp_path:
     assert in_storage.evicted == {"device.kv": 6, "host.kv": 4, "storage": 0}
 
 
-def test_a_share_bounds_each_salt_of_a_trace(tmp_path: Path) -> None:
-    def ask(salt: str, number: int) -> dict[str, Any]:
-        return {"timestamp": 0, "tokens": [number] * 2 * BLOCK + [0], "salt": salt}
-
-    rows = [ask("quiet", 1), *(ask("loud \ud800", number) for number in range(5)), ask("quiet", 1)]
-    hits = {
-        share: replay(trace(tmp_path, *rows), settings(6, policies=Policies(salt_share=share))).hit_tokens["device"]
-        for share in (1.0, 0.5)
-    }
-    assert hits == {1.0: 0, 0.5: 2 * BLOCK}
-
-
-def test_every_token_of_a_trace_has_a_reason(tmp_path: Path) -> None:
-    a, b, c = line([1, 2]), line([3, 4]), line([5, 6])
-    report = replay(trace(tmp_path, a, b, c, a, c), settings(4))
-    found = {reason: tokens for reason, tokens in report.reasons.items() if tokens}
-    assert sum(found.values()) == report.prompt_tokens
-    kept = {"hit_device": 2 * BLOCK, "evicted_device": 2 * BLOCK}
-    assert found == {"never_seen": 6 * BLOCK, "below_grid": 5} | kept
-    assert found["hit_device"] == report.hit_tokens["device"]
-
-
-def test_storage_forgets_too(tmp_path: Path) -> None:
-    prompts = [line([2 * at, 2 * at + 1]) for at in range(5)]
-    report = replay(trace(tmp_path, *prompts, prompts[0]), settings(2, host=2, storage=4))
-    assert sum(report.hit_tokens.values()) == 0
-    assert report.evicted["storage"] == 8, "twelve pages were written, and four fit"
-
-
 def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -> None:
     lines = [line([1, 2, 3, 4]), line([1, 2, 5]), line([1, 2, 6]), line([1, 2, 3, 4])]
     room = {"device_memory": 1 << 30, "kv_bytes_per_token": 1024}
@@ -107,16 +70,6 @@ def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -
     assert {*often.slots} == {"device.kv", "device.state"}
 
 
-def test_memory_is_shared_and_bounded_by_the_flags_that_a_server_has() -> None:
-    model = {"device_memory": 1 << 30, "kv_bytes_per_token": 1024, "state_bytes": 1 << 20}
-    few, shared = (
-        SimulationConfig(**model, policies=Policies(states=states)).core().slots[Tier.DEVICE]  # type: ignore[arg-type]
-        for states in (10, 0)
-    )
-    assert isinstance(few, Cut) and isinstance(shared, Cut)
-    assert 10 <= few.most(1) < 10 + few.per[1] < shared.most(1) and few.most(0) == shared.most(0)
-
-
 def test_pages_are_shared_and_kept_in_whole_chunks_as_by_a_server(tmp_path: Path) -> None:
     config = settings(4, chunk_tokens=2 * BLOCK)
     apart = replay(trace(tmp_path, *(line(ids) for ids in ([1, 2], [1, 3], [1, 4], [1, 2]))), config)
@@ -126,33 +79,14 @@ def test_pages_are_shared_and_kept_in_whole_chunks_as_by_a_server(tmp_path: Path
     assert again.hit_tokens["device"] == 2 * BLOCK, "four slots hold the whole chunks of both"
 
 
-def test_a_window_is_a_pool_of_its_own(tmp_path: Path) -> None:
-    config = SimulationConfig(1 << 30, kv_bytes_per_token=1024, window_tokens=1024, window_bytes_per_token=512)
-    assert [(pool.name, pool.lookback) for pool in config.pools] == [("kv", None), ("window", 2)]
-    report = replay(trace(tmp_path, line([1, 2, 3]), line([1, 2, 3])), config)
-    assert report.hit_tokens["device"] == 3 * BLOCK
-
-
-def test_a_prompt_larger_than_memory_is_kept_as_far_as_it_fits(tmp_path: Path) -> None:
-    report = replay(trace(tmp_path, line(range(10)), line(range(10))), settings(4))
-    assert report.hit_tokens["device"] == 4 * BLOCK
-    assert report.uncached_pages == 12
-
-
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 def test_no_policy_finds_more_than_there_ever_was_and_replays_are_equal(tmp_path: Path, policy: str) -> None:
-    path = trace(tmp_path, *branching(200))
+    path = trace(tmp_path, *branching(60))
     beside = {"state_bytes": 2048, "window_tokens": 600, "window_bytes_per_token": 64}
-    config = settings(24, host=48, storage=200, policies=Policies(write_policy=policy), **beside)
+    config = settings(12, host=24, storage=100, policies=Policies(write_policy=policy), **beside)
     report = replay(path, config)
     assert 0 < sum(report.hit_tokens.values()) <= report.infinite_hit_tokens
     assert replay(path, config) == report
-
-
-def test_ids_may_be_wider_than_tokens_are(tmp_path: Path) -> None:
-    wide = [2**63, -5, 2**32]
-    report = replay(trace(tmp_path, line(wide), line(wide)), settings(16))
-    assert report.hit_tokens["device"] == 3 * BLOCK
 
 
 def test_a_trace_may_be_packed_and_cut_short(tmp_path: Path) -> None:
@@ -171,20 +105,14 @@ def test_a_trace_may_be_packed_and_cut_short(tmp_path: Path) -> None:
     ("bad", "complaint"),
     [
         ("{]\n", "not JSON"),
-        ("[1]\n", "not a JSON object"),
         ('{"timestamp": 1}\n', "no input_length, output_length, hash_ids"),
         (line([1], timestamp="soon"), "timestamp is 'soon'"),
-        (line([1], timestamp=float("nan")), "timestamp is nan"),
         (line([1], input_length=0), "input_length is 0"),
-        (line([1], input_length=True), "input_length is True"),
         (line([1], input_length=10**18), "input_length is 1000000000000000000"),
         (line([1], output_length=-1), "output_length is -1"),
         (line([1], hash_ids=["a"]), "hash_ids is not a list of whole numbers"),
-        (line([1], hash_ids=7), "hash_ids is not a list of whole numbers"),
-        (line([1], hash_ids=[]), "0 hash_ids do not stand for 513 tokens in blocks of 512"),
         (line([1], hash_ids=[0, 1, 2]), "3 hash_ids do not stand for 513 tokens"),
         (line([0, 5, 5]), "hash id 5 follows another block here than in a line above"),
-        (line([4, 0]), "hash id 0 follows another block here than in a line above"),
         ('{"timestamp": 1, "input_length": \udcff}\n', "not JSON"),
     ],
 )
@@ -195,11 +123,6 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, bad: dict[str, Any] 
     with pytest.raises(ConfigError) as error:
         replay(path, settings(16))
     assert str(error.value).startswith(f"trace {path}, line 2: {complaint}")
-
-
-def test_time_does_not_run_backwards(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 2: it happened before the line above"):
-        replay(trace(tmp_path, line([1], at=5), line([2], at=4)), settings(16))
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
@@ -234,16 +157,7 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [
-        {"prefetch_policy": "best_effort"},
-        {"prefetch_base_s": 1.0},
-        {"prefetch_per_ki_token_s": 1.0},
-        {"storage_deadline_s": 1.0},
-        {"verify_host": False},
-        {"hash_sample": 0.5},
-    ],
-    ids=str,
+    "setting", [{"prefetch_policy": "best_effort"}, {"storage_deadline_s": 1.0}, {"hash_sample": 0.5}], ids=str
 )
 def test_a_setting_that_changes_nothing_in_a_replay_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"a replay does not depend on the setting {min(setting)}"):
@@ -264,27 +178,11 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pyte
     assert printed.err == ""
 
 
-@pytest.mark.parametrize("size", ["99999999999PiB", "8192PiB"])
-def test_a_size_that_no_machine_has_is_one_line(tmp_path: Path, size: str) -> None:
-    with pytest.raises(ConfigError, match="too large"):
-        command(trace(tmp_path, *branching(2)), "--device-memory", size)
-
-
-def test_the_command_refuses_before_it_works(tmp_path: Path) -> None:
-    path = trace(tmp_path, line([1]))
-    with pytest.raises(ConfigError, match="not a file that can be written"):
-        command(path, "--device-memory", "1GiB", "--json", tmp_path / "missing" / "report.json")
-    with pytest.raises(ConfigError, match="--limit"):
-        command(path, "--device-memory", "1GiB", "--limit", "0")
-    with pytest.raises(ConfigError, match="'plenty' is not a size"):
-        command(path, "--device-memory", "plenty")
-
-
 def test_storing_pages_that_no_request_uses_pauses_and_the_report_says_so(tmp_path: Path) -> None:
-    path = trace(tmp_path, *(line([10 * at + block for block in range(4)], at=at) for at in range(300)))
+    path = trace(tmp_path, *(line([10 * at + block for block in range(4)], at=at) for at in range(150)))
     always = replay(path, settings(8, host=8, storage=64, policies=Policies(offload_pays_at=0.0)))
     governed = replay(path, settings(8, host=8, storage=64))
-    assert always.paused_requests == always.used_bytes == 0 and always.stored_bytes == 1200 * PAGE_BYTES
-    assert governed.paused_requests > 200
-    assert governed.stored_bytes < always.stored_bytes / 4
-    assert governed.moved_bytes["host_to_storage"] < always.moved_bytes["host_to_storage"] / 4
+    assert always.paused_requests == always.used_bytes == 0 and always.stored_bytes == 600 * PAGE_BYTES
+    assert governed.paused_requests > 80
+    assert governed.stored_bytes < always.stored_bytes / 2
+    assert governed.moved_bytes["host_to_storage"] < always.moved_bytes["host_to_storage"] / 2

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import command, line, settings, trace
+from traces import command, trace
 
 from kvarve.errors import ConfigError
-from kvarve.simulate import TraceRequest, read_trace, replay
+from kvarve.simulate import TraceRequest, read_trace
 from kvarve.testing.traces import conversations
 
 SMALL = Path(__file__).parent.parent.parent / "docs" / "small-trace.jsonl"
@@ -73,31 +73,17 @@ def test_a_log_of_chats_shares_what_messages_have_in_common(tmp_path: Path) -> N
     assert first.timestamp_ms == 0
 
 
-@pytest.mark.parametrize("page_tokens", [4, 16])
-def test_prompts_are_cut_into_blocks_of_a_page(tmp_path: Path, page_tokens: int) -> None:
-    rows = [{"timestamp": 0, "tokens": [*range(100)]}, {"timestamp": 1, "tokens": [*range(50), *range(900, 950)]}]
-    report = replay(trace(tmp_path, *rows), settings(64, page_tokens=page_tokens))
-    assert report.hit_tokens["device"] == report.infinite_hit_tokens == 50 // page_tokens * page_tokens
-
-
 @pytest.mark.parametrize(
     ("bad", "complaint"),
     [
         ({"at": 1}, "no hash_ids (Mooncake), tokens (kvarve), messages, prompt or body (OpenAI): see docs/planning.md"),
         ({"tokens": [1]}, "no timestamp"),
-        ({"timestamp": 0, "tokens": []}, "tokens is not a list of tokens"),
         ({"timestamp": 0, "tokens": [1, -1]}, "tokens has what is not a token"),
-        ({"timestamp": 0, "tokens": [1, "a"]}, "tokens has what is not a token"),
         ({"timestamp": 0, "tokens": [1 << 40]}, "tokens has what is not a token"),
         ({"timestamp": 0, "tokens": [1], "salt": 7}, "salt is not a text"),
-        ({"timestamp": 0, "tokens": [1], "output_length": -1}, "output_length is -1"),
         ({"body": 7}, "body is not a JSON object"),
-        ({"body": {"model": "m"}}, "no messages or prompt"),
-        ({"messages": "hello"}, "messages is not a list of JSON objects"),
         ({"messages": ["hello"]}, "messages is not a list of JSON objects"),
-        ({"prompt": None}, "prompt is not a list of tokens"),
         ({"prompt": "hello", "created": "now"}, "created is 'now', not seconds"),
-        ({"prompt": "hello", "cache_salt": 5}, "cache_salt is not a text"),
         ({"prompt": "hello", "usage": {"completion_tokens": "many"}}, "output_length is 'many'"),
     ],
     ids=str,
@@ -106,14 +92,6 @@ def test_a_line_of_no_known_format_is_named(tmp_path: Path, bad: dict[str, Any],
     with pytest.raises(ConfigError) as error:
         read(tmp_path, bad)
     assert str(error.value).startswith(f"trace {tmp_path / 'trace.jsonl'}, line 1: {complaint}")
-
-
-def test_a_trace_has_one_format(tmp_path: Path) -> None:
-    tokens = {"timestamp": 0, "tokens": [1]}
-    with pytest.raises(ConfigError, match="line 2: no input_length, output_length, hash_ids"):
-        read(tmp_path, {"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [1]}, tokens)
-    with pytest.raises(ConfigError, match="line 2: no tokens"):
-        read(tmp_path, tokens, line([1]))
 
 
 # --- the small one
