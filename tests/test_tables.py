@@ -49,7 +49,7 @@ def test_families() -> None:
     assert all(word in text for word in ("window-4096", "(64)", "state (1)", "107.2 KiB", "233.9 MiB", "× 128", "1025"))
 
 
-def test_a_simulation() -> None:
+def test_a_simulation_and_a_sweep() -> None:
     report = SimulationReport(requests=1_000_000, prompt_tokens=TOKENS, infinite_hit_tokens=TOKENS)
     report.hit_tokens = dict.fromkeys(report.hit_tokens, TOKENS // 4)
     report.reasons = {reason.value: TOKENS // 10 for reason in Reason}
@@ -57,14 +57,11 @@ def test_a_simulation() -> None:
     report.evicted = dict.fromkeys(("device.attention", "host.attention", "storage.attention"), 12_345_678)
     report.moved_bytes = {"device_to_host": 1 << 45, "host_to_storage": 1 << 45}
     config = SimulationConfig(device_memory=1003 << 20, host_memory=1003 << 30, storage_memory=1003 << 30)
+    missed = dict.fromkeys(COMPARED, 1.0)
+    lines(_curve([Point(device_memory=1003 << 20, share=1.0, missed=missed, bound=1.0)]))
     text = " ".join(lines(_table(report, config)))
     words = [word for reason in Reason if not reason.value.startswith("hit") for word in reason.value.split("_")]
     assert not [word for word in words if word not in text]
-
-
-def test_a_sweep() -> None:
-    missed = dict.fromkeys(COMPARED, 1.0)
-    lines(_curve([Point(device_memory=1003 << 20, share=1.0, missed=missed, bound=1.0)]))
 
 
 def test_a_proof() -> None:
@@ -96,6 +93,7 @@ BLOCK = re.compile(r"^```\n\$ kvarve (simulate [^\n]*)\n(.*?)^```$", re.DOTALL |
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 def test_the_worked_example_of_sizing_prints_what_the_page_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from kvarve.engine.paging import PagedWorkspace
 from kvarve.model import BufferSpec
 from kvarve.testing.traffic import SHORT, Answer, Traffic, Wrong, draw, figures, main, show
 
+pytestmark = pytest.mark.long
 REQUESTS = 32  # of each server; time is no measure on a machine that others use
 FEW = replace(SHORT, talks=12)
 
@@ -69,22 +70,14 @@ def test_a_state_that_is_not_loaded_is_noticed(
         traffic.serve("deterministic", 0, 10 * REQUESTS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--share", "2"], "--share is above 0"),
-        (["--minutes", "0"], "--minutes above 0"),
-        (["--lives", "x"], "invalid int value"),
-        (["--share", "-1"], "--share"),
-    ],
-)
-def test_bad_arguments_get_one_clear_error(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert says in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_there_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_get_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, says in (
+        ("--share 2", "--share is above 0"),
+        ("--minutes 0", "--minutes above 0"),
+        ("--lives x", "int"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(words.split())
+        assert ended.value.code == 2 and says in capsys.readouterr().err
     assert main(["--model", "builtin:none", "--minutes", "0.1"]) == 2
     assert "there is no builtin:none" in capsys.readouterr().err
