@@ -68,12 +68,6 @@ def test_an_abandoned_call_may_be_waited_for_again() -> None:
     assert call.result(LONG_S) == 7
 
 
-def test_a_system_without_threads_is_trouble_of_a_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_threads(monkeypatch)
-    with pytest.raises(StorageError, match="the system starts no thread for 'test none': can't start new thread"):
-        BackgroundCall("test none", lambda: 7)
-
-
 # --- a pool
 
 

@@ -60,33 +60,6 @@ def test_no_key_and_no_password_is_shown(monkeypatch: pytest.MonkeyPatch, capsys
     assert "***" in table and "hush" not in table + json.dumps(found)
 
 
-def test_the_table_fits_80_columns_whatever_the_values_are(tmp_path: Path, capsys: Out) -> None:
-    file = tmp_path / ("long" * 20 + ".toml")
-    file.write_text("model = '/a/long/path/%s'\n" % ("x" * 100))
-    assert main(["config", "show", "--config", str(file), "--storage", "file:///" + "y" * 90 + "?capacity=1GiB"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    text = "".join("".join(lines).split())
-    assert "…" not in text and text.count("x") >= 100 and text.count("y") >= 90
-
-
-def test_what_serve_would_refuse_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    file = tmp_path / "kvarve.toml"
-
-    def refused(says: str) -> None:
-        for command in (["config", "show"], ["serve"]):
-            assert main([*command, "--config", str(file)]) == 2
-            out, error = capsys.readouterr()
-            assert out == "" and says in error and error.count("\n") == 1
-
-    file.write_text("prt = 1")
-    refused("unknown setting 'prt': did you mean port?")
-    file.write_text("json = '/x'")
-    refused("unknown setting 'json'")
-    monkeypatch.setenv("KVARVE_SERVE_PRT", "1")
-    refused("did you mean KVARVE_SERVE_PORT?")
-
-
 @pytest.mark.parametrize("shell", [pytest.param(shell, marks=pytest.mark.long) for shell in ("zsh", "fish")] + ["bash"])
 def test_a_shell_gets_a_script_that_knows_commands_and_options(shell: str, capsys: Out, tmp_path: Path) -> None:
     assert main(["completion", shell]) == 0
@@ -100,9 +73,3 @@ def test_a_shell_gets_a_script_that_knows_commands_and_options(shell: str, capsy
         ask = 'COMP_WORDS=(kvarve serve --devi); COMP_CWORD=2; _kvarve; printf "%s\\n" "${COMPREPLY[@]}"'
         done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
         assert "--device-memory" in done.stdout.split()
-
-
-def test_an_unknown_shell_is_one_line(capsys: Out) -> None:
-    assert main(["completion", "tcsh"]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and "SHELL: expected one of bash, zsh, fish" in error

@@ -17,7 +17,6 @@ from kvarve.errors import KvarveError
 from kvarve.integrations import vllm_process
 
 PAGE = 384
-FIND = demo_vllm.importlib.util.find_spec
 
 
 class Told:
@@ -115,13 +114,6 @@ def test_one_logprob_that_differs_in_one_round_is_exit_code_1(
     assert json.loads((tmp_path / "demo-vllm.json").read_text())["outputs_equal"] is False
 
 
-@pytest.mark.long
-def test_with_matplotlib_there_is_a_picture(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_vllm.importlib.util, "find_spec", FIND)
-    assert main(["demo", "--engine", "vllm", "--quick", "--out", str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"demo-vllm.json", "demo-vllm.png"}, "no litter"
-
-
 # --- the Python that has vLLM
 
 
@@ -162,18 +154,6 @@ def test_a_python_that_cannot_run_the_engine_and_options_of_another_are_refused_
     assert "No such file" in refused(capsys, tmp_path, "--engine-python", str(tmp_path / "absent"))
     for words in (["--model", "/some/where"], ["--port", "8000"], ["--context-tokens", "100"]):
         assert "leave out --model, --port and" in refused(capsys, tmp_path, *words)
-
-
-def test_the_flag_goes_before_the_variable_and_the_checkouts_own_environment_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = tmp_path / ".venv-vllm" / "bin" / "python"
-    own.parent.mkdir(parents=True)
-    python(own, "lacks")
-    monkeypatch.setattr(vllm_process, "_CHECKOUT", tmp_path)
-    monkeypatch.setattr(vllm_process.importlib.util, "find_spec", lambda name: None)
-    assert vllm_process.python_with_vllm(None) == own
-    assert vllm_process.python_with_vllm(given := python(tmp_path / "python", "lacks")) == given
 
 
 def test_an_engine_that_dies_is_one_error_with_the_last_error_of_its_log(

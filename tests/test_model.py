@@ -54,25 +54,6 @@ def test_buffers_stand_aligned_in_order_and_do_not_overlap(rows: list[tuple[list
         assert 0 <= after - start - buffer.nbytes < BUFFER_ALIGNMENT
 
 
-@pytest.mark.parametrize(
-    ("window", "page", "lookback"),
-    [
-        (1, 64, 1),  # only the token itself; a boundary still wants one page
-        (2, 64, 1),
-        (65, 64, 1),  # 64 tokens back: exactly the page before
-        (66, 64, 2),
-        (128, 64, 2),
-        (129, 64, 2),
-        (130, 64, 3),
-        (4096, 64, 64),
-        (4097, 64, 64),
-        (5, 1, 4),
-    ],
-)
-def test_how_far_a_window_looks_back(window: int, page: int, lookback: int) -> None:
-    assert window_lookback(window, page) == lookback
-
-
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 6))
 def test_the_pages_of_a_window_are_those_that_the_next_token_reads(window: int, page: int, boundary: int) -> None:
     boundary += window // page + 2  # far enough from the start

@@ -118,20 +118,15 @@ def test_every_setting_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> No
     ("text", "says"),
     [
         ("prt = 1", "unknown setting 'prt': did you mean port?"),
-        ("config = 'other.toml'", "unknown setting 'config'"),
         ("no-verify-host = true", "unknown setting 'no-verify-host'"),
-        ("[serve]\nport = 1", "'serve' is a table: give settings without a heading"),
         ("port = {a = 1}", "'port' is a table"),
         ("port = 1.5", "port must be a whole number"),
         ("port = '8000'", "port must be a whole number, without quotes"),
-        ("port = 1979-05-27", "port must be a whole number"),
         ("host_memory = 'lots'", "host_memory: 'lots' is not a size"),
         ("device_memory = 1.5", "device_memory must be a size such as '10GiB', or a whole number of bytes"),
         ("host_share = 'much'", "host_share must be a number"),
         ("verify_host = 'maybe'", "verify_host must be true or false"),
         ("deterministic = 'true'", "deterministic must be true or false, without quotes"),
-        ("model = 5", "model must be a string in quotes"),
-        ("storage = [1, 2]", "storage must be a string in quotes"),
         ("page_tokens = '16'\npage_tokns = 2", "page_tokens must be a whole number"),
         ("write_policy = 'later'", "unknown write policy 'later'"),
         ("port = ", "not TOML"),
@@ -226,17 +221,6 @@ def test_a_group_of_commands_is_named_as_it_is_called() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             call(real, words)
-
-
-def test_a_help_promises_only_what_its_command_does(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("serve", "demo", "verify", "models", "simulate", "storage drop"):
-        call(real, [*command.split(), "--help"])
-        text = capsys.readouterr().out
-        assert ("kvarve serve --storage" in text) == (command == "serve"), command
-        assert ("--config" in text) == (command != "storage drop"), command
-        assert "()" not in text and "host_memory = " not in text, command
-    call(real, ["verify", "--help"])
-    assert "and compares all logits\nbit" not in capsys.readouterr().out
 
 
 WITHOUT = """

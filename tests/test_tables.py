@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kvarve.core.reasons import Reason
-from kvarve.demo_report import table as demo_table
 from kvarve.engine.families import Facts, Pool
 from kvarve.engine.families import table as models_table
 from kvarve.simulate.command import _curve, _table
@@ -72,21 +71,6 @@ def test_a_proof() -> None:
     report = ProofReport({}, paths=[path], damages=[damage], rounding=measured, sharding=measured)
     for table in report.tables():
         lines(table)
-
-
-def test_a_demo() -> None:
-    row = {
-        "name": "storage",
-        "requests": 42,
-        "prompt_tokens": 999_999,
-        "cached_tokens": 999_999,
-        "cached_by_tier": {"device": 0, "host": 0, "storage": 999_999},
-        "ttft_ms": {"mean": 9_999.0, "p50": 9_999.0, "p99": 9_999.0},
-        "output_tok_s": 999.0,
-        "accuracy": 1.0,
-        "outputs_sha256": "x",
-    }
-    lines(demo_table([row, row | {"outputs_sha256": "y"}]))
 
 
 BLOCK = re.compile(r"^```\n\$ kvarve (simulate [^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

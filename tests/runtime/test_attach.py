@@ -1,7 +1,6 @@
 """Attach and detach while requests are served: no request fails, no slot leaks, a failed change has no effect."""
 
 import threading
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,11 @@ from filling import (
     used,
 )
 
-from kvarve.core.copies import STORE
 from kvarve.core.lease import Phase
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.model import Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
-from kvarve.transfer import storage_connection
 
 OTHER = prompt(8.5, seed=3)
 LONG_S = 20.0
@@ -229,45 +226,6 @@ def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make)
     gone(threads() - before)
 
 
-def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(make: Make) -> None:
-    store, clock = a_door(), Clock()
-    cache = make(store, clock, storage_deadline_s=0.2, prefetch_policy="best_effort")
-    store.stall()
-    run(cache, prompt(8.5, seed=20))
-    store.wait_for_stalled_call()
-    assert cache.worker.transfers.connection is not None
-    lane, seeds = cache.worker.transfers.connection.lanes[STORE], count(21)
-    while not (lane.waiting() and lane.busy_s()):  # one call may take all queued copies, as long as a worker is free
-        run(cache, prompt(8.5, seed=next(seeds)))
-        clock.now += 0.001
-    change = cache.detach()
-    cache.step()
-    before = change.made.result(0)
-    assert before is not None and before.closed.wait(LONG_S)
-    cache.step()
-    assert lane.counts.late > 0 and lane.waiting() == 0
-    assert cache.scheduler.core.copies.ops, "copies that have begun hang"
-    store.release()
-    until(cache, lambda: not cache.scheduler.core.copies.ops)
-    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
-
-
-def test_figures_of_a_store_that_hangs_are_those_it_gave_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = a_store()
-    cache = make(store)
-    run(cache, LONG)
-    settle(cache)
-    monkeypatch.setattr(storage_connection, "USAGE_S", LONG_S)
-    usage = cache.usage()
-    assert usage is not None and usage.objects > 0
-    monkeypatch.setattr(storage_connection, "USAGE_S", 0.01)
-    store.stall()
-    stalled = threads()
-    assert [cache.usage() for _ in range(5)] == [usage] * 5
-    assert len(threads() - stalled) <= 1, "one thread hangs, however often `usage` is called"
-    store.release()
-
-
 # --- up and down
 
 
@@ -294,30 +252,6 @@ def test_a_store_that_is_down_is_not_asked_and_it_or_another_gets_what_was_writt
     settle(cache)
     cache.flush()
     assert run(cache, LONG) == (0, 0, ALL)
-
-
-def test_requests_that_wait_for_a_hung_storage_resume_at_its_deadline_and_others_never_wait(make: Make) -> None:
-    filled, clock = a_store(), Clock()
-    cache = make(filled, clock, prefetch_base_s=99.0, prefetch_per_ki_token_s=9.0, storage_deadline_s=7.0)
-    run(cache, LONG)
-    settle(cache)
-    filled.stall()
-    waits = Request(cache, OTHER)
-    filled.wait_for_stalled_call()
-    assert not cache.claim(waits.lease)
-    assert run(cache, LONG) == (ALL, 0, 0), "a request that needs no page of it is not delayed: the clock stood still"
-    clock.now += 7.01
-    cache.step()
-    assert not cache.up
-    assert cache.claim(waits.lease), "its patience is longer than that"
-    waits.compute().close()
-    assert run(cache, prompt(8.5, seed=5)) == (0, 0, 0), "misses cost nothing now"
-    filled.release()
-    until(cache, lambda: cache.up)
-    settle(cache)
-    cache.flush()
-    assert run(cache, OTHER) == (0, 0, ALL)
-    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
 # --- a failed change has no effect
@@ -367,15 +301,6 @@ def test_a_store_that_cannot_be_opened_is_refused(full: PrefixCache, tmp_path: P
             full.opened(url.format(folder=tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["something else"]
     goes_on(full)
-
-
-def test_without_host_memory_there_is_no_way_to_a_store(make: Make) -> None:
-    cache = make(host=0)
-    with pytest.raises(ConfigError, match="storage needs host memory"):
-        cache.attach(a_door())
-    with pytest.raises(ConfigError, match="storage needs host memory"):
-        cache.opened("memory://x?capacity=1GiB")
-    assert run(cache, LONG) == (0, 0, 0)
 
 
 def test_a_store_without_workers_is_refused(full: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,50 +92,6 @@ def test_pages_come_back_after_a_restart_with_any_other_setting(
     assert turned(make(PLACE.format(here, f"&compress={reads}"), host_layout=layout)) == (0, 0, ALL)
 
 
-def test_damaged_pages_are_misses_that_are_counted_and_mended(make: Callable[..., PrefixCache], here: str) -> None:
-    url = PLACE.format(here, "&compress=zstd")
-    turned(make(url))
-    objects = of(here)._region.objects  # type: ignore[union-attr]
-    whole = dict(objects)
-    (cut, _), (flipped, data), (foreign, _), (_, other), *_ = [
-        each for each in whole.items() if ".attention." in each[0]
-    ]
-    objects[cut] = objects[cut][:100]
-    objects[flipped] = data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
-    objects[foreign] = other
-    cache = make(url)
-    assert run(cache, LONG)[2] < ALL
-    assert cache.counters.bad_storage >= 1
-    settle(cache)
-    cache.flush()
-    assert run(cache, LONG) == (0, 0, ALL)
-    assert objects == whole
-
-
-def test_a_near_storage_that_is_plain_and_a_far_one_that_compresses_serve_each_other(
-    make: Callable[..., PrefixCache], here: str
-) -> None:
-    near, far = PLACE.format(here, ""), PLACE.format(f"{here}-far", "&compress=zstd")
-    assert turned(make(near, far)) == (0, 0, 0)
-    plain, small = (sum(map(len, of(name)._region.objects.values())) for name in (here, f"{here}-far"))  # type: ignore[union-attr]
-    assert small < 0.8 * plain
-    forget_memory(here)
-    assert turned(make(near, far)) == (0, 0, ALL)
-    assert turned(make(near)) == (0, 0, ALL), "what came from the far one was written to the near one"
-    forget_memory(f"{here}-far")
-
-
-def test_a_storage_that_is_given_as_an_object_has_the_pages_that_others_compressed(
-    make: Callable[..., PrefixCache], here: str
-) -> None:
-    first = make(PLACE.format(here, "&compress=zstd"))
-    run(first, LONG)
-    settle(first)
-    cache = PrefixCache(first.identity, CacheConfig(ROOM, 2 * ROOM), storage=of(here))
-    assert run(cache, LONG) == (0, 0, ALL)
-    cache.shutdown(5)
-
-
 def test_verify_and_stat_know_compressed_pages_and_change_nothing(
     make: Callable[..., PrefixCache],
     tmp_path: Path,

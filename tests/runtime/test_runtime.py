@@ -26,7 +26,6 @@ from filling import (
     used,
 )
 
-from kvarve.core.lease import Phase
 from kvarve.model import PoolSpec, Tier
 from kvarve.prefix_cache import PrefixCache
 
@@ -58,19 +57,6 @@ def test_a_prompt_is_found_on_the_device_then_the_host_then_in_storage_then_afte
     hit = run(make(store, pools=pools), LONG)
     assert sum(hit) == ALL
     assert hit[2] > 0
-
-
-def test_a_folder_of_files_is_found_by_the_next_cache_that_opens_it(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/store?capacity=64MiB"
-    cache = PrefixCache(an_identity(), a_config(storage=url))
-    assert run(cache, LONG) == (0, 0, 0)
-    cache.shutdown()  # without a settle: shutdown finishes the copies in flight
-    cache.shutdown()  # and once more is nothing
-    again = PrefixCache(an_identity(), a_config(storage=url))
-    assert run(again, LONG) == (0, 0, ALL)
-    usage = again.usage()
-    assert usage is not None and usage.objects >= ALL
-    again.shutdown()
 
 
 def test_a_cache_starts_without_a_damaged_folder_and_uses_it_once_it_is_mended(tmp_path: Path) -> None:
@@ -183,35 +169,7 @@ def test_at_least_one_token_is_left_to_compute(make: Make) -> None:
         assert cache.lookup(tokens).device == found
 
 
-def test_asking_changes_nothing(make: Make) -> None:
-    cache = make(a_store())
-    run(cache, LONG)
-    settle(cache)
-    before = cache.stats()
-    assert cache.lookup(LONG) == cache.lookup(LONG)
-    assert cache.lookup(LONG).device == cache.lookup(LONG).memory == ALL
-    assert cache.lookup(prompt(3, seed=9)).known == 0
-    assert cache.stats() == before
-    assert cache.scheduler.core.take() == []
-
-
 # --- when pages are written
-
-
-@pytest.mark.parametrize(("policy", "uses"), [("write_through", 1), ("write_through_selective", 2)])
-def test_write_through_backs_up_after_the_first_use_and_selective_writing_after_so_many(
-    make: Make, policy: str, uses: int
-) -> None:
-    store = a_store()
-    cache = make(store, write_policy=policy, selective_uses=uses)
-    for use in range(1, uses + 1):
-        assert used(cache).get("host.attention", 0) == 0, f"backed up after {use - 1} uses"
-        run(cache, LONG)
-        settle(cache)
-    assert used(cache)["host.attention"] == ALL
-    assert store.usage().objects == sum(used(cache)[f"host.{pool.name}"] for pool in POOLS)
-    cache.flush()
-    assert run(cache, LONG) == (0, 0, ALL)
 
 
 def test_write_back_backs_up_what_is_evicted(make: Make) -> None:
@@ -248,20 +206,6 @@ def test_under_every_write_policy_more_prompts_than_the_device_holds_come_back(m
 # --- how long a request waits
 
 
-def test_best_effort_does_not_wait_for_a_storage_that_stalls(make: Make) -> None:
-    store, clock = a_full_store(), Clock()
-    cache = make(store, clock, prefetch_policy="best_effort")
-    store.stall()
-    request = Request(cache, LONG)
-    assert request.lease.phase is Phase.PROBING
-    assert cache.claim(request.lease)
-    assert request.lease.boundary == 0
-    request.compute().close()
-    store.release()
-    settle(cache)
-    assert nothing_is_left(cache)
-
-
 def test_a_wait_is_over_with_the_patience_of_a_request(make: Make) -> None:
     """An engine with nothing else to do sleeps: until the earliest deadline of a request that waits for storage."""
     store, clock = a_full_store(), Clock()
@@ -278,107 +222,6 @@ def test_a_wait_is_over_with_the_patience_of_a_request(make: Make) -> None:
     assert request.lease.ready
     request.compute().close()
     store.release()
-    settle(cache)
-    assert nothing_is_left(cache)
-
-
-def test_best_effort_takes_what_has_come_before_its_turn(make: Make) -> None:
-    cache = make(a_full_store(), prefetch_policy="best_effort")
-    request = Request(cache, LONG)
-    settle(cache)  # it waits in the queue meanwhile
-    assert request.wait().lease.boundary == ALL
-    assert request.close().from_tiers() == (0, 0, ALL)
-
-
-@pytest.mark.parametrize(
-    ("held", "settings", "patience_s"),
-    [
-        ("probe", {"prefetch_base_s": 3.0, "prefetch_per_ki_token_s": 2.0}, 3.0 + 2.0 * 0.5),
-        ("probe", {"prefetch_base_s": 99.0, "prefetch_per_ki_token_s": 0.0, "storage_deadline_s": 7.0}, 7.0),
-        ("read", {"prefetch_policy": "wait_complete", "storage_deadline_s": 7.0}, 7.0),
-    ],
-    ids=["timeout", "timeout-beyond-the-deadline", "wait-complete"],
-)
-def test_a_request_waits_for_a_stalled_storage_as_long_as_its_patience_and_no_longer(
-    make: Make, held: str, settings: dict[str, object], patience_s: float
-) -> None:
-    store, clock = a_full_store(), Clock()
-    cache = make(store, clock, **settings)
-    store.stall("exists" if held == "probe" else "get")
-    request = Request(cache, LONG)
-    if held == "read":
-        until(cache, lambda: request.lease.phase is Phase.FETCHING)
-    store.wait_for_stalled_call()
-    for moment in (0.0, patience_s / 2, patience_s - 0.01):
-        clock.now = 1000.0 + moment
-        cache.step()
-        assert not cache.claim(request.lease), f"gave up after {moment} of {patience_s} s"
-    clock.now = 1000.0 + patience_s + 0.01
-    cache.step()
-    assert request.lease.ready
-    assert request.lease.boundary == 0
-    request.look()
-    request.compute().close()
-    store.release()
-    settle(cache)
-    assert run(cache, LONG) == (ALL, 0, 0)
-    until(cache, lambda: nothing_is_left(cache))  # a storage that is up again gets the stores that it missed
-
-
-def test_pages_that_arrive_after_patience_ran_out_are_kept_unpinned(make: Make) -> None:
-    store, clock = a_full_store(), Clock()
-    cache = make(store, clock, prefetch_policy="timeout", prefetch_base_s=1.0)
-    store.stall("get")
-    request = Request(cache, LONG)
-    until(cache, lambda: request.lease.phase is Phase.FETCHING)
-    store.wait_for_stalled_call()
-    cache.step()
-    clock.now += 10
-    cache.step()
-    assert cache.claim(request.lease)
-    request.close()
-    store.release()
-    settle(cache)
-    assert cache.scheduler.core.counters.late > 0
-    assert used(cache)
-    cache.flush()
-    assert not used(cache)
-    assert run(cache, LONG) == (0, 0, ALL)
-
-
-def test_a_closed_request_leaves_nothing_behind_in_any_phase(make: Make) -> None:
-    store = a_full_store()
-    cache = make(store)
-    store.stall()
-    Request(cache, LONG).close()
-    store.release()
-    settle(cache)
-    store.stall("get")
-    request = Request(cache, LONG)
-    until(cache, lambda: request.lease.phase is Phase.FETCHING)
-    request.close()
-    store.release()
-    settle(cache)
-    request = Request(cache, LONG)
-    until(cache, lambda: request.lease.phase not in (Phase.PROBING, Phase.FETCHING))
-    request.close()  # loading
-    settle(cache)
-    Request(cache, LONG).wait().close()
-    request = Request(cache, prompt(9, seed=5)).wait()
-    request.chunk()
-    cache.grow(request.lease, 4)
-    request.close()  # with reserved slots that it never filled
-    settle(cache)
-    assert nothing_is_left(cache)
-
-
-def test_two_requests_for_the_same_pages_wait_side_by_side(make: Make) -> None:
-    cache = make(a_full_store())
-    requests = [Request(cache, LONG) for _ in range(3)]
-    for request in requests:
-        assert request.wait().lease.boundary == ALL
-    for request in requests:
-        request.compute().close()
     settle(cache)
     assert nothing_is_left(cache)
 

@@ -55,19 +55,6 @@ def test_when_storage_dies_requests_go_on_with_what_memory_has(make: Make) -> No
     assert run(cache, fresh) == (0, 0, ALL)
 
 
-def test_when_storage_dies_while_a_request_waits_for_it_the_request_is_computed(make: Make) -> None:
-    store = a_full_store()
-    cache = make(store)
-    store.stall()
-    request = Request(cache, LONG)
-    store.wait_for_stalled_call()
-    store.dead = True
-    store.release()
-    assert request.wait().lease.boundary == 0
-    request.compute().close()
-    assert cache.stats()["lane_failed.storage-probe"] == 1
-
-
 @pytest.mark.parametrize(
     ("pool", "damage"),
     [(ATTENTION, "flip"), (WINDOW, "truncate"), (STATE, "flip"), (STATE, "delete")],
@@ -147,18 +134,6 @@ def test_a_flush_with_a_dead_storage_ends(make: Make, policy: str) -> None:
     run(cache, LONG)
     store.dead = True
     assert nothing_is_left(cache)
-
-
-def test_settling_ends_in_time_when_storage_hangs(make: Make) -> None:
-    store = a_store()
-    cache = make(store)
-    store.stall()
-    run(cache, LONG)
-    assert not cache.settle(0.2)
-    store.release()
-    settle(cache)
-    cache.flush()
-    assert run(cache, LONG) == (0, 0, ALL)
 
 
 def test_a_shutdown_does_not_wait_for_a_storage_that_is_down(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,27 +191,3 @@ def test_a_shutdown_says_how_much_could_not_be_stored(make: Make, caplog: pytest
     with caplog.at_level(logging.WARNING):
         cache.shutdown(1.0)
     assert "pages in memory could not be stored" in caplog.text
-
-
-def test_a_request_waits_in_the_queue_of_a_slow_storage_without_losing_patience(make: Make) -> None:
-    """Its patience is a second, and the call before its own took 0.9 of that."""
-    region, clock = a_region(), Clock()
-    first = make(StoreThatStays(region))
-    tokens = prompt(8.5)
-    run(first, tokens)
-    settle(first)
-    store = StoreThatStays(region)
-    cache = make(store, clock, prefetch_base_s=1.0, prefetch_per_ki_token_s=0.0)
-    store.stall()
-    other = Request(cache, prompt(8.5, seed=1))
-    store.wait_for_stalled_call()
-    request = Request(cache, tokens)  # its probe waits behind that one
-    cache.step()
-    assert not cache.claim(request.lease)
-    clock.now += 0.9
-    store.release()
-    until(cache, lambda: other.lease.phase is Phase.QUEUED)
-    clock.now += 0.9
-    assert request.wait().lease.boundary == 8
-    other.close()
-    request.close()
