@@ -66,7 +66,7 @@ def test_a_shell_gets_a_script_that_knows_commands_and_options(shell: str, capsy
     script = capsys.readouterr().out
     options = ("device-memory", "api-keys", "prefetch-policy")
     assert all(option in script for option in options) and all(name in script for name in ("serve", "detach", "keys"))
-    if shutil.which(shell):
+    if shell != "bash" and shutil.which(shell):
         (tmp_path / "script").write_text(script)
         assert subprocess.run([shell, "-n", str(tmp_path / "script")], check=False).returncode == 0
     if shell == "bash":

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarve.errors import ConfigError
-from kvarve.memory import record
 from kvarve.model import (
     BUFFER_ALIGNMENT,
     DTYPE_BYTES,
@@ -122,12 +121,3 @@ def test_a_fingerprint_does_not_depend_on_the_process_that_made_it() -> None:
 def test_a_model_that_cannot_be_is_refused(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
-
-
-def test_a_model_says_what_it_is_in_one_line() -> None:
-    line = str(replace(MODEL, adapters="poet", quantisation="fp8", config="0f0f", ranks=8))
-    assert line == (
-        "qwen3 bfloat16, weights abc123, config 0f0f, pages of 64, grid 256, kvarve-page/2, adapters poet, "
-        "quantisation fp8, ranks 8"
-    )
-    assert str(MODEL).endswith(f"kvarve-page/{record.FORMAT}") and "config unknown" in str(MODEL)

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvarve.engine.model import LoadedModel, load_model
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.model import BufferSpec
-from kvarve.testing.traffic import SHORT, Traffic, Wrong, draw, figures, main, show
+from kvarve.testing.traffic import SHORT, Traffic, Wrong, draw, figures, show
 
 pytestmark = pytest.mark.long
 REQUESTS = 32  # of each server; time is no measure on a machine that others use
@@ -59,16 +59,3 @@ def test_a_state_that_is_not_loaded_is_noticed(
     monkeypatch.setattr(PagedWorkspace, "_copy_in", forgetful)
     with pytest.raises(Wrong, match="of the answer differ"):
         traffic.serve("deterministic", 0, 10 * REQUESTS)
-
-
-def test_bad_arguments_get_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, says in (
-        ("--share 2", "--share is above 0"),
-        ("--minutes 0", "--minutes above 0"),
-        ("--lives x", "int"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(words.split())
-        assert ended.value.code == 2 and says in capsys.readouterr().err
-    assert main(["--model", "builtin:none", "--minutes", "0.1"]) == 2
-    assert "there is no builtin:none" in capsys.readouterr().err

@@ -195,12 +195,12 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
     ("bug", "family", "step", "wrong"),
     [
         (a_state_one_channel_off, "lfm2", tiers, EVERY_TIER),
-        (a_key_is_of_its_page_alone, "qwen3", branches, {"branches"}),
         (what_is_evicted_is_still_in_use, "lfm2", eviction, {"eviction"}),
         (an_aborted_request_keeps_its_pins, "lfm2", abort, {"abort"}),
         *(
             pytest.param(*each, marks=LONG)  # the others show the same of every step
             for each in (
+                (a_key_is_of_its_page_alone, "qwen3", branches, {"branches"}),
                 (all_salts_share_pages, "qwen3", tiers, {"salt"}),
                 (a_hit_is_the_least_of_the_pools_lengths, "lfm2", partial, {"partial"}),
                 (nothing_is_kept_where_prompts_end, "lfm2", conversation, {"conversation"}),

@@ -21,6 +21,7 @@ from filling import (
     used,
 )
 
+from kvarve.core.copies import STORE
 from kvarve.core.lease import Phase
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.model import Tier
@@ -140,6 +141,21 @@ def test_a_store_that_takes_anothers_place_gets_everything_and_the_other_is_clos
     run(cache, OTHER)
     assert first.counts["exists"] == asked
     assert not second.closed.is_set()
+
+
+def test_a_store_that_goes_first_ends_what_was_sent_to_it(make: Make) -> None:
+    store = a_door()
+    cache = make(store, prefetch_policy="best_effort")
+    store.stall()
+    run(cache, LONG)
+    until(cache, lambda: any(op.edge == STORE for op in cache.scheduler.core.copies.ops.values()))
+    change = cache.detach()
+    cache.step()
+    before = change.made.result(0)
+    assert before is not None and not store.closed.is_set()
+    store.release()
+    assert before.closed.wait(LONG_S) and store.closed.is_set()
+    assert store.usage().objects > 0
 
 
 def test_without_a_storage_no_probe_is_sent_and_it_can_be_attached_again(make: Make, tmp_path: Path) -> None:

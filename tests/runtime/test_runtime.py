@@ -191,14 +191,14 @@ def test_write_back_backs_up_what_is_evicted(make: Make) -> None:
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 def test_under_every_write_policy_more_prompts_than_the_device_holds_come_back(make: Make, policy: str) -> None:
     store = a_store()
-    cache = make(store, device=12_000, write_policy=policy, selective_uses=1)
-    prompts = [prompt(8.5, seed) for seed in range(12)]
-    assert 8 < cache.scheduler.core.slot_pools.capacity[0] < 12 * 8
+    cache = make(store, device=8_000, host=1 << 20, write_policy=policy, selective_uses=1)
+    prompts = [prompt(4.5, seed) for seed in range(16)]
+    assert 4 < cache.scheduler.core.slot_pools.capacity[0] < 16 * 4
     for tokens in prompts:
         run(cache, tokens)
         settle(cache)
     for tokens in prompts:
-        assert sum(run(cache, tokens)) == 8
+        assert sum(run(cache, tokens)) == 4
         settle(cache)  # under write-back a slot is free only when its page has been copied
     assert nothing_is_left(cache)
 
