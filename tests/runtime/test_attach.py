@@ -21,6 +21,7 @@ from filling import (
     used,
 )
 
+from gates import threads
 from kvarve.core.copies import STORE
 from kvarve.core.lease import Phase
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
@@ -60,13 +61,9 @@ def detach(cache: PrefixCache) -> None:
     assert before is None or before.closed.wait(LONG_S)
 
 
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("kvarve")}
-
-
-def gone(some: set[threading.Thread]) -> None:
-    """Threads that end by themselves, or the test's time limit does."""
-    for thread in some:
+def gone(before: list[threading.Thread]) -> None:
+    """Threads that have begun since end by themselves, or the test's time limit does."""
+    for thread in {*threads("kvarve")} - {*before}:
         thread.join(LONG_S)
         assert not thread.is_alive(), thread.name
 
@@ -215,7 +212,7 @@ def test_policies_come_with_a_store_and_stay(make: Make) -> None:
 
 
 def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make) -> None:
-    before = threads()
+    before = threads("kvarve")
     old, new = a_door(), a_door()
     cache = make(old, storage_deadline_s=0.2)
     old.stall()
@@ -239,7 +236,7 @@ def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make)
     settle(cache)
     until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
     cache.shutdown()
-    gone(threads() - before)
+    gone(before)
 
 
 # --- up and down
@@ -320,7 +317,7 @@ def test_a_store_that_cannot_be_opened_is_refused(full: PrefixCache, tmp_path: P
 
 
 def test_a_store_without_workers_is_refused(full: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = threads()
+    before = threads("kvarve")
     start, started = threading.Thread.start, 0
 
     def fails(thread: threading.Thread) -> None:
@@ -336,7 +333,7 @@ def test_a_store_without_workers_is_refused(full: PrefixCache, monkeypatch: pyte
         full.attach(store)
     monkeypatch.undo()
     assert not store.closed.is_set()
-    gone(threads() - before)
+    gone(before)
     goes_on(full)
 
 
@@ -347,7 +344,7 @@ def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_c
     def broken() -> None:
         raise kind("a bug")
 
-    before = threads()
+    before = threads("kvarve")
     store = a_door()
     monkeypatch.setattr(full.scheduler.core.slot_pools, "runs", broken)
     change = full.attach(store, back_up=True)
@@ -356,7 +353,7 @@ def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_c
     with pytest.raises(kind, match="a bug"):
         change.made.result(0)
     assert store.closed.wait(LONG_S)
-    gone(threads() - before)
+    gone(before)
 
 
 def test_two_changes_at_once_are_one_too_many(full: PrefixCache) -> None:

@@ -3,18 +3,7 @@
 import random
 
 import pytest
-from filling import (
-    CHUNK,
-    PAGE,
-    POOLS,
-    Clock,
-    Request,
-    a_config,
-    a_store,
-    an_identity,
-    nothing_is_left,
-    prompt,
-)
+from filling import CHUNK, PAGE, POOLS, Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
 from kvarve.memory.record import record_bytes
 from kvarve.prefix_cache import PrefixCache

@@ -173,10 +173,3 @@ def test_shutting_down_while_requests_run_leaves_what_they_published(make: Make,
     again = PrefixCache(an_identity((ATTENTION,)), a_config(storage=url))
     assert run(again, LONG) == (0, 0, 4)
     again.shutdown()
-
-
-def test_waking_ends_a_wait(make: Make) -> None:
-    cache = make()
-    assert not cache.wait(0.0)
-    cache.wake()
-    assert cache.wait(20)
