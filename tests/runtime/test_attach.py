@@ -1,6 +1,7 @@
 """Attach and detach while requests are served: no request fails, no slot leaks, a failed change has no effect."""
 
 import threading
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -140,21 +141,6 @@ def test_a_store_that_takes_anothers_place_gets_everything_and_the_other_is_clos
     assert not second.closed.is_set()
 
 
-def test_a_store_that_goes_first_ends_what_was_sent_to_it(make: Make) -> None:
-    store = a_door()
-    cache = make(store, prefetch_policy="best_effort")
-    store.stall()
-    run(cache, LONG)
-    until(cache, lambda: any(op.edge == STORE for op in cache.scheduler.core.copies.ops.values()))
-    change = cache.detach()
-    cache.step()
-    before = change.made.result(0)
-    assert before is not None and not store.closed.is_set()
-    store.release()
-    assert before.closed.wait(LONG_S) and store.closed.is_set()
-    assert store.usage().objects > 0
-
-
 def test_without_a_storage_no_probe_is_sent_and_it_can_be_attached_again(make: Make, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?capacity=64MiB"
     cache = make(storage_deadline_s=30.0)
@@ -237,6 +223,29 @@ def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make)
     until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
     cache.shutdown()
     gone(before)
+
+
+def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(make: Make) -> None:
+    store, clock = a_door(), Clock()
+    cache = make(store, clock, storage_deadline_s=0.2, prefetch_policy="best_effort")
+    store.stall()
+    run(cache, prompt(8.5, seed=20))
+    store.wait_for_stalled_call()
+    assert cache.worker.transfers.connection is not None
+    lane, seeds = cache.worker.transfers.connection.lanes[STORE], count(21)
+    while not (lane.waiting() and lane.busy_s()):  # one call may take all queued copies, as long as a worker is free
+        run(cache, prompt(8.5, seed=next(seeds)))
+        clock.now += 0.001
+    change = cache.detach()
+    cache.step()
+    before = change.made.result(0)
+    assert before is not None and before.closed.wait(LONG_S)
+    cache.step()
+    assert lane.counts.late > 0 and lane.waiting() == 0
+    assert cache.scheduler.core.copies.ops, "copies that have begun hang"
+    store.release()
+    until(cache, lambda: not cache.scheduler.core.copies.ops)
+    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
 # --- up and down
