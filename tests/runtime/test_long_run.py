@@ -87,7 +87,7 @@ class Life:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize(("seed", "turns"), [(0, 60), *(pytest.param(seed, 500, marks=LONG) for seed in range(3))])
+@pytest.mark.parametrize(("seed", "turns"), [(0, 50), *(pytest.param(seed, 500, marks=LONG) for seed in range(3))])
 def test_in_a_long_life_with_a_storage_full_of_faults_no_request_resumes_from_a_wrong_byte(
     seed: int, turns: int, policy: str
 ) -> None:

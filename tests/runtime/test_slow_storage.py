@@ -38,11 +38,11 @@ class GatedGets(StoreThatStays):
 def test_all_pages_are_waited_for_though_together_they_take_longer_than_one_call_may(make: Make) -> None:
     """0.9 s a get, and a deadline of 1 s for each: the last copies have not begun after 1.8 s."""
     region, clock = a_region(), Clock()
-    first = make(StoreThatStays(region))
+    first = make(StoreThatStays(region), device=80_000)
     run(first, prompt(100.5))
     settle(first)
     store = GatedGets(region)
-    cache = make(store, clock, host=2 << 20, prefetch_policy="wait_complete", storage_deadline_s=1.0)
+    cache = make(store, clock, device=80_000, host=2 << 20, prefetch_policy="wait_complete", storage_deadline_s=1.0)
     request = Request(cache, prompt(100.5))
     until(cache, lambda: request.lease.phase is Phase.FETCHING)
     cache.claim(request.lease)
@@ -116,7 +116,7 @@ def test_a_put_that_hangs_costs_no_hit_on_the_device(make: Make) -> None:
     """More prompts than the device holds, each asked twice in a row."""
     store = a_store()
     store.stall("put")
-    cache = make(store, device=7000)
+    cache = make(store, device=7000, host=1 << 20)
     run(cache, prompt(8.5, seed=100))
     until(cache, lambda: store.counts["stall: put"] > 0)
     count = cache.scheduler.core.slot_pools.capacity[0] // 8 + 2
