@@ -15,7 +15,7 @@ from kvarve.core import settings as core_settings
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.integrations import objects
-from kvarve.options import FILE_BYTES, ConfigFile, call, root_app
+from kvarve.options import FILE_BYTES, ConfigFile, call, needs, root_app
 from kvarve.server.settings import Settings
 from kvarve.simulate import SimulationConfig
 
@@ -234,3 +234,11 @@ def test_without_assertions_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys
     for make in (lambda: core_settings.CoreConfig((), {}), lambda: objects.Objects(None, deadline_s=1)):
         with pytest.raises(ConfigError, match=said):
             make()
+
+
+def test_a_command_whose_extra_is_missing_says_which_one() -> None:
+    said = "models needs what is not installed: install kvarve with the extra 'engine' .see the README."
+    with pytest.raises(ConfigError, match=said), needs("engine", "models"):
+        raise ModuleNotFoundError(name="transformers.models")
+    with pytest.raises(ModuleNotFoundError), needs("engine", "models"):
+        raise ModuleNotFoundError("one of ours", name="kvarve.engine.engines")
