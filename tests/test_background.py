@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any
 
 import pytest
 
@@ -34,9 +33,7 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
 def test_a_call_gives_its_result_on_a_daemon_thread_of_its_name_that_has_ended_then() -> None:
     call = BackgroundCall("test name", threading.current_thread)
     thread = call.result(LONG_S)
-    assert thread.name == "test name"
-    assert thread.daemon
-    assert not thread.is_alive()
+    assert thread.name == "test name" and thread.daemon and not thread.is_alive()
     assert call.result() is thread, "as often as it is asked for"
 
 
@@ -48,26 +45,18 @@ def test_a_call_raises_its_exception_even_a_timeout_of_its_own() -> None:
         call.result(LONG_S)
 
 
-def test_the_late_result_of_an_abandoned_call_is_cleaned_up_once() -> None:
-    gate, cleaned = Gate("a storage"), list[str]()
+@pytest.mark.parametrize(("answer", "kept"), [("a storage", ["a storage"]), (ValueError("no"), [])])
+def test_the_late_result_of_an_abandoned_call_is_cleaned_up_once_and_an_exception_needs_none(
+    answer: object, kept: list[str]
+) -> None:
+    gate, cleaned = Gate(answer), list[str]()
     call = BackgroundCall("test late", gate)
     with pytest.raises(Abandoned):
         call.result(0.0, late=cleaned.append)
-    assert not call.ended()
-    assert cleaned == []
+    assert not call.ended() and cleaned == []
     gate.may_end.set()
     assert call.ended(LONG_S)
-    assert cleaned == ["a storage"]
-
-
-def test_the_late_exception_of_an_abandoned_call_needs_no_cleaning_up() -> None:
-    gate, cleaned = Gate(ValueError("no")), list[str]()
-    call = BackgroundCall("test late", gate)
-    with pytest.raises(Abandoned):
-        call.result(0.0, late=cleaned.append)
-    gate.may_end.set()
-    assert call.ended(LONG_S)
-    assert cleaned == []
+    assert cleaned == kept
 
 
 def test_an_abandoned_call_may_be_waited_for_again() -> None:
@@ -79,30 +68,26 @@ def test_an_abandoned_call_may_be_waited_for_again() -> None:
     assert call.result(LONG_S) == 7
 
 
-def test_a_system_without_threads_is_trouble_of_a_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_threads(monkeypatch)
-    with pytest.raises(StorageError, match="the system starts no thread for 'test none': can't start new thread"):
-        BackgroundCall("test none", lambda: 7)
-
-
 # --- a pool
 
 
-def test_work_is_done_in_its_order_and_its_error_goes_to_its_caller() -> None:
-    pool, done, gate = WorkerPool(1, "test order"), list[int](), Gate("first")
+def test_work_is_done_in_its_order_and_its_answer_or_error_goes_to_the_future_of_its_caller() -> None:
+    pool, done, gate, future = WorkerPool(1, "test order"), list[int](), Gate("first"), Future[str]()
 
     def fails() -> None:
         raise ValueError("no")
 
-    first = pool.run(gate)
-    later: list[Future[Any]] = [pool.run(lambda i=i: done.append(i)) for i in range(5)]  # type: ignore[misc]
+    assert pool.run(gate, future) is future
+    for i in range(5):
+        pool.run(lambda i=i: done.append(i))  # type: ignore[misc]
     failed = pool.run(fails)
+    assert gate.begun.wait(LONG_S)
+    assert not future.cancel(), "it has begun"
     gate.may_end.set()
-    assert first.result(LONG_S) == "first"
+    assert future.result(LONG_S) == "first"
     with pytest.raises(ValueError, match="no"):
         failed.result(LONG_S)
     assert done == [0, 1, 2, 3, 4]
-    assert all(each.done() for each in later)
 
 
 def test_work_that_is_cancelled_before_it_begins_is_never_done_and_holds_nothing() -> None:
@@ -125,21 +110,6 @@ def test_work_that_is_cancelled_before_it_begins_is_never_done_and_holds_nothing
     with pytest.raises(CancelledError):
         waiting.result(LONG_S)
     assert pool.run(lambda: 7).result(LONG_S) == 7
-
-
-def test_work_that_has_begun_cannot_be_cancelled_and_ends() -> None:
-    pool, gate = WorkerPool(1, "test begun"), Gate(7)
-    future = pool.run(gate)
-    assert gate.begun.wait(LONG_S)
-    assert not future.cancel()
-    gate.may_end.set()
-    assert future.result(LONG_S) == 7
-
-
-def test_the_result_goes_to_the_future_that_the_caller_supplies() -> None:
-    future: Future[int] = Future()
-    assert WorkerPool(1, "test future").run(lambda: 7, future) is future
-    assert future.result(LONG_S) == 7
 
 
 def test_an_idle_pool_keeps_nothing_of_its_last_work_alive() -> None:

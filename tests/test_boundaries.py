@@ -24,14 +24,6 @@ def test_a_state_saved_at_page_4_is_no_use_at_page_3() -> None:
     assert b.legal(b.of([3]), 1, limit=6) == b.of([0, 4])
 
 
-def test_a_window_needs_its_last_pages_only() -> None:
-    assert b.legal(b.of([4, 5]), 2, limit=8) == b.of([0, 6])
-
-
-def test_a_short_prefix_needs_no_more_than_all_of_it() -> None:
-    assert b.legal(b.of([0, 1]), 5, limit=4) == b.of([0, 1, 2])
-
-
 @given(st.integers(0, 2**24 - 1), LOOKBACKS, st.integers(0, 24))
 def test_legal_boundaries_equal_the_definition(pages: int, lookback: int | None, limit: int) -> None:
     assert set(b.members(b.legal(pages, lookback, limit))) == brute_legal(set(b.members(pages)), lookback, limit)
@@ -50,14 +42,6 @@ def test_the_hit_is_the_deepest_boundary_legal_in_every_pool(
     got = b.resume_at([pages for pages, _ in pools], [lookback for _, lookback in pools], limit, grid)
     assert set(b.members(got)) == expected
     assert b.deepest(got) == max(expected)
-
-
-@given(st.integers(0, 12), LOOKBACKS, st.integers(0, 2**12 - 1))
-def test_a_boundary_is_legal_exactly_when_its_needed_pages_are_here(
-    boundary: int, lookback: int | None, pages: int
-) -> None:
-    need = b.needed(boundary, lookback)
-    assert (need & ~pages == 0) == bool(b.legal(pages, lookback, 12) >> boundary & 1)
 
 
 @given(st.integers(0, 2**16 - 1), st.integers(1, 9))

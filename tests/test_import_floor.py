@@ -1,12 +1,10 @@
 """Imports go down only. A module that is on no floor yet fails here, so that it has to be placed."""
 
-import ast
-import subprocess
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "kvarve"
 
@@ -32,86 +30,93 @@ MAY_USE = {"transfer": {"memory", "storage"}}
 
 # A scheduler may live where no tensor is: it and what it imports know no memory, lane or storage, and read no clock.
 DECIDES = {"scheduler", "changes", "messages", "ticket", "config", "ranks"}
-HOW_RANKS_TALK = {SOURCE / "ranks" / name for name in ("group.py", "star.py")}  # a scheduler is given their agreement
+HOW_RANKS_TALK = {"ranks/group.py", "ranks/star.py"}  # a scheduler is given their agreement
 
 NOT_PURE = {"time", "threading", "socket", "logging", "random", "os", "torch", "asyncio", "subprocess", "secrets"}
-NUMPY_ONLY_IN = {"keys"}
+NUMPY_IN = {"keys.py": {"numpy"}}
 
-FILES = sorted(SOURCE.rglob("*.py"))
+# Ways to import in source that ruff has formatted: a statement is alone on its lines.
+IMPORT = re.compile(
+    r"^ *from (?P<dots>\.*)(?P<module>[\w.]*) import (?P<names>\([^)]*\)|[\w, ]+)"
+    r"|^ *import (?P<plain>[\w., ]+?) *(?:#.*)?$|(?<!def )\b(?:import_module|__import__)\((?P<called>[^)]*)\)",
+    re.MULTILINE,
+)
 
 
-def top(path: Path) -> str:
-    """The first folder below kvarve, or the module's own name."""
-    return path.relative_to(SOURCE).with_suffix("").parts[0]
-
-
-def imported(path: Path) -> Iterator[str]:
+def imported(name: str, text: str) -> Iterator[str]:
     """Every module that a file imports, by its full name, wherever in the file it does so."""
-    package = ("kvarve", *path.relative_to(SOURCE).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join((*above, node.module) if node.module else above)
+    package = ("kvarve", *Path(name).parent.parts)
+    for found in IMPORT.finditer(text):
+        if found["plain"]:
+            yield from (each.split()[0] for each in found["plain"].split(","))
+        elif found["called"] is not None:
+            assert found["called"][:1] in "\"'", f"{name} imports a computed name: {found[0]}"
+            yield found["called"][1:-1]
+        else:
+            above = package[: len(package) - len(found["dots"]) + 1] if found["dots"] else ()
+            module = ".".join((*above, found["module"]) if found["module"] else above)
             yield module
             # `from kvarve import boundaries` imports kvarve.boundaries; a plain name of a module adds nothing.
-            yield from (f"{module}.{alias.name}" for alias in node.names if module == "kvarve")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            name = node.args[0] if node.args else None
-            assert isinstance(name, ast.Constant), f"{path}: line {node.lineno} imports a computed name"
-            yield str(name.value)
+            yield from (f"{module}.{each}" for each in re.findall(r"\w+", found["names"]) if module == "kvarve")
 
 
-def inside(path: Path) -> set[str]:
-    """The parts of kvarve that a file imports."""
-    parts = {name.split(".")[1] for name in imported(path) if name.startswith("kvarve.")}
-    # A name such as `__version__` comes from kvarve itself.
+@cache
+def modules() -> dict[str, set[str]]:
+    """What each module imports."""
+    texts = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in SOURCE.rglob("*.py")}
+    return {name: {*imported(name, text)} for name, text in sorted(texts.items())}
+
+
+def top(name: str) -> str:
+    """The first folder below kvarve, or the module's own name."""
+    return name.partition("/")[0].removesuffix(".py")
+
+
+def inside(names: set[str]) -> set[str]:
+    """The parts of kvarve among these; a name such as `__version__` comes from kvarve itself."""
+    parts = {name.split(".")[1] for name in names if name.startswith("kvarve.")}
     return {"__init__" if part.startswith("__") else part for part in parts}
 
 
-def named(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+def breaches(wrong: Callable[[str, set[str], set[str]], object]) -> dict[str, object]:
+    """What is wrong with which module, by its name, what it imports, and the roots of that."""
+    found = {name: wrong(name, all_, {each.split(".")[0] for each in all_}) for name, all_ in modules().items()}
+    return {name: each for name, each in found.items() if each}
 
 
-def test_there_is_something_to_check() -> None:
-    assert {top(path) for path in FILES} >= {"model", "keys", "boundaries", "errors", "core", "storage", "testing"}
+def test_every_module_stands_on_a_floor() -> None:
+    assert {*map(top, modules())} >= {"model", "keys", "boundaries", "errors", "core", "storage", "testing"}
+    assert {*map(top, modules())} - {"testing"} <= FLOOR_OF.keys()
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_every_module_stands_on_a_floor(path: Path) -> None:
-    assert top(path) in FLOOR_OF or top(path) == "testing", f"{named(path)}: place {top(path)!r} on a floor"
+def test_imports_go_down_only() -> None:
+    def wrong(name: str, names: set[str], _: set[str]) -> object:
+        own = top(name)
+        strangers = {other for floor in STRANGERS if own in floor for other in floor - {own} - MAY_USE.get(own, set())}
+        return own != "testing" and {
+            other for other in inside(names) if other in strangers or FLOOR_OF.get(other, 99) > FLOOR_OF[own]
+        }
+
+    assert not breaches(wrong), "imported from above, from kvarve.testing, or by a stranger"
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_imports_go_down_only(path: Path) -> None:
-    own = top(path)
-    if own == "testing":
-        return
-    for other in inside(path):
-        assert other != "testing", f"{named(path)}: the product imports nothing of kvarve.testing"
-        assert FLOOR_OF[other] <= FLOOR_OF[own], f"{named(path)}: {other} stands above {own}"
-        if other != own and any(own in floor and other in floor for floor in STRANGERS):
-            assert other in MAY_USE.get(own, set()), f"{named(path)}: {own} may not know {other}"
+def test_words_and_core_are_pure() -> None:
+    def wrong(name: str, _: set[str], roots: set[str]) -> object:
+        return top(name) in WORDS | CORE and roots & (NOT_PURE | {"numpy"} - NUMPY_IN.get(name, set()))
+
+    assert not breaches(wrong)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if top(path) in WORDS | CORE], ids=named)
-def test_words_and_core_are_pure(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imported(path)}
-    assert not roots & NOT_PURE, f"{named(path)} is pure, and {roots & NOT_PURE} is not"
-    assert "numpy" not in roots or top(path) in NUMPY_ONLY_IN
+def test_what_decides_knows_no_tensor_thread_or_file() -> None:
+    def wrong(name: str, names: set[str], roots: set[str]) -> object:
+        if top(name) not in DECIDES or name in HOW_RANKS_TALK:
+            return None
+        # How large records are and how they lie is part of the settings; arenas are not.
+        memory = {each for each in names if each.startswith("kvarve.memory")}
+        moves = inside(names) & {"transfer", "storage", "worker"}
+        return roots & NOT_PURE - {"logging"} | moves | memory - {"kvarve.memory.record", "kvarve.memory.layouts"}
 
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if top(path) in DECIDES and path not in HOW_RANKS_TALK], ids=named
-)
-def test_what_decides_knows_no_tensor_thread_or_file(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imported(path)}
-    assert not (impure := roots & NOT_PURE - {"logging"}), f"{named(path)} decides, and {impure} acts"
-    assert not inside(path) & {"transfer", "storage", "worker"}, f"{named(path)} moves no bytes"
-    # How large records are and how they lie is part of the settings; arenas are not.
-    memory = {name for name in imported(path) if name.startswith("kvarve.memory")}
-    assert memory <= {"kvarve.memory.record", "kvarve.memory.layouts"}
+    assert not breaches(wrong)
 
 
 # The packages of each install, besides the standard library; an extra includes the one before it.
@@ -121,18 +126,8 @@ INSTALLS = {
     "server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "h11", "httpx"},
     "demo": {"matplotlib"},
 }
-# What a module loaded by an engine finds there.
-ENGINES = {
-    "integrations/vllm.py": {"vllm"},
-    "integrations/vllm_adapters.py": {"vllm"},
-    "integrations/vllm_around.py": {"vllm"},
-    "integrations/vllm_engine.py": {"vllm"},
-    "integrations/vllm_groups.py": {"vllm"},
-    "integrations/vllm_metrics.py": {"vllm"},
-    "integrations/vllm_tier.py": {"vllm"},
-    "integrations/sglang.py": {"sglang"},
-    "integrations/checkpoint.py": {"huggingface_hub"},
-}
+# What a module of `integrations` finds in the engine that loads it, by how the module's name begins.
+ENGINES = {"vllm": {"vllm"}, "sglang": {"sglang"}, "checkpoint": {"huggingface_hub"}}
 INSTALL_OF = {
     "engine": "engine",
     "metrics": "engine",
@@ -154,75 +149,35 @@ INSTALL_OF = {
 }
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if top(path) != "testing"], ids=named)
-def test_a_module_imports_what_its_install_brings(path: Path) -> None:
-    names = [*INSTALLS]
-    own = INSTALL_OF.get(named(path)) or INSTALL_OF.get(top(path), "base")
-    brought = set().union(*(INSTALLS[name] for name in names[: names.index(own) + 1]))
-    roots = (
-        {name.split(".")[0] for name in imported(path)}
-        - {
-            "kvarve",
-            "cuda",
-            "mooncake",
-            "redis",
-            "cryptography",
-            "zstandard",
-            "lz4",
-            "hf3fs_fuse",
-            "opentelemetry",
-            "zmq",
-            "msgpack",
-        }
-        - sys.stdlib_module_names
+# What a module imports where it is asked to, and refuses clearly without.
+OPTIONAL = {
+    "cuda",
+    "mooncake",
+    "redis",
+    "cryptography",
+    "zstandard",
+    "lz4",
+    "hf3fs_fuse",
+    "opentelemetry",
+    "zmq",
+    "msgpack",
+}
+
+
+def test_a_module_imports_what_its_install_brings() -> None:
+    def wrong(name: str, _: set[str], roots: set[str]) -> object:
+        own, sizes = INSTALL_OF.get(name) or INSTALL_OF.get(top(name), "base"), [*INSTALLS]
+        brought = set().union(*(INSTALLS[each] for each in sizes[: sizes.index(own) + 1]))
+        engine = ENGINES.get(Path(name).stem.split("_")[0], set()) if top(name) == "integrations" else set()
+        return top(name) != "testing" and roots - brought - engine - OPTIONAL - {"kvarve"} - sys.stdlib_module_names
+
+    assert not breaches(wrong)
+
+
+def test_the_checker_sees_every_way_to_import() -> None:
+    text = (
+        "from kvarve import model\nfrom . import cache\nfrom ..engine import (\n    state,\n)\n"
+        "def lazily():\n    import torch, kvarve.server.app as app\n    importlib.import_module('kvarve.testing')\n"
     )
-    roots -= ENGINES.get(named(path), set())
-    assert roots <= brought, f"{named(path)} is of the {own} install, which lacks {roots - brought}"
-
-
-BARE = """
-import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {absent}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Missing())
-"""
-
-
-@pytest.mark.parametrize(
-    ("command", "extra"), [("models", "engine"), ("verify", "engine"), ("serve", "server"), ("demo", "demo")]
-)
-def test_a_command_whose_extra_is_missing_says_which_one(command: str, extra: str) -> None:
-    code = BARE.format(absent=INSTALLS[extra]) + f"from kvarve.cli import main; sys.exit(main([{command!r}]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    told = f"kvarve: {command} needs what is not installed: install kvarve with the extra '{extra}' (see the README)\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
-
-
-def test_the_base_install_runs_the_cache_with_a_file_storage_and_looks_into_its_folder(tmp_path: Path) -> None:
-    absent = INSTALLS["engine"] | INSTALLS["server"] | INSTALLS["demo"]
-    code = BARE.format(absent=absent - {"jinja2"}) + (  # torch itself brings jinja2
-        "from kvarve.config import CacheConfig\nfrom kvarve.model import BufferSpec, ModelIdentity, PoolSpec\n"
-        "from kvarve.prefix_cache import PrefixCache\nfrom kvarve.cli import main\n"
-        "pools = (PoolSpec('kv', (BufferSpec('k', (64, 8), 'float32'),), None),)\n"
-        f"url = 'file://{tmp_path}/pages?capacity=64MiB'\n"
-        "identity = ModelIdentity('test', 'weights', 'float32', 64, 256, pools)\n"
-        "PrefixCache(identity, CacheConfig(1 << 20, 1 << 20, url)).shutdown()\n"
-        f"sys.exit(main(['storage', 'stat', '{tmp_path}/pages']) or main(['--help']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "simulate" in done.stdout
-
-
-def test_the_checker_sees_every_way_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
-    (tmp_path / "core").mkdir()
-    file = tmp_path / "core" / "some.py"
-    file.write_text(
-        "from kvarve import model\nfrom . import cache\nfrom ..engine import state\n"
-        "def lazily():\n    import kvarve.server.app\n    import importlib\n"
-        "    importlib.import_module('kvarve.testing')\n"
-    )
-    assert inside(file) == {"model", "core", "engine", "server", "testing"}
+    found = {*imported("core/some.py", text)}
+    assert inside(found) == {"model", "core", "engine", "server", "testing"} and "torch" in found

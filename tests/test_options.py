@@ -3,19 +3,19 @@
 import ast
 import inspect
 import os
-import subprocess
-import sys
 from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from kvarve import commands
+from kvarve import cli, commands, errors
 from kvarve.cli import app as real
+from kvarve.core import settings as core_settings
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
-from kvarve.options import FILE_BYTES, ConfigFile, call, root_app
+from kvarve.integrations import objects
+from kvarve.options import FILE_BYTES, ConfigFile, call, needs, root_app
 from kvarve.server.settings import Settings
 from kvarve.simulate import SimulationConfig
 
@@ -64,11 +64,13 @@ def test_a_flag_goes_before_the_environment_the_environment_before_the_file_and_
 
 def test_every_kind_of_value_comes_from_each_source(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(
-        "host_memory = '1GiB'\nstorage = ['/a', '/b']\nverify_host = false\nhost_share = 0.5\n"
+        f"host_memory = {1 << 30}\nstorage = ['/a', '/b']\nverify_host = false\nhost_share = 0.5\n"
         "threads = 2\nwrite_policy = 'write_back'\nready_file = '/x'\n"
     )
     by_file = told("--config", file)
-    words = "--host-memory 1GiB --storage /a --storage /b --no-verify-host --host-share 0.5 --threads 2"
+    words = (
+        "--host-memory 4MiB --storage /a --host-memory 1GiB --storage /b --no-verify-host --host-share 0.5 --threads 2"
+    )
     by_flag = told(*words.split(), "--write-policy", "write_back", "--ready-file=/x")
     for name, value in {
         "HOST_MEMORY": "1GiB",
@@ -83,16 +85,6 @@ def test_every_kind_of_value_comes_from_each_source(file: Path, monkeypatch: pyt
     assert by_file == by_flag == told()
     assert by_file.cache.storages == ("/a", "/b") and by_file.host_memory == 1 << 30
     assert by_file.policies.host_share == 0.5 and not by_file.policies.verify_host and by_file.ready_file == Path("/x")
-
-
-def test_of_a_flag_that_is_repeated_the_last_counts_unless_it_takes_several() -> None:
-    settings = told("--port", 1, "--storage", "/a", "--port", 2, "--storage", "/b")
-    assert (settings.port, settings.storage) == (2, ("/a", "/b"))
-
-
-def test_a_size_in_a_file_may_be_a_number_of_bytes(file: Path) -> None:
-    file.write_text("host_memory = 4096")
-    assert told("--config", file).host_memory == 4096
 
 
 def test_keys_come_from_variables_without_the_command_and_stay_out_of_the_help(
@@ -126,36 +118,20 @@ def test_every_setting_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> No
     ("text", "says"),
     [
         ("prt = 1", "unknown setting 'prt': did you mean port?"),
-        ("config = 'other.toml'", "unknown setting 'config'"),
-        ("nonsense = 1", "unknown setting 'nonsense'"),
         ("no-verify-host = true", "unknown setting 'no-verify-host'"),
-        ("[serve]\nport = 1", "'serve' is a table: give settings without a heading"),
         ("port = {a = 1}", "'port' is a table"),
         ("port = 1.5", "port must be a whole number"),
-        ("port = true", "port must be a whole number"),
-        ("port = 'http'", "port must be a whole number"),
         ("port = '8000'", "port must be a whole number, without quotes"),
-        ("port = [1, 2]", "port must be a whole number"),
-        ("port = 1979-05-27", "port must be a whole number"),
         ("host_memory = 'lots'", "host_memory: 'lots' is not a size"),
         ("device_memory = 1.5", "device_memory must be a size such as '10GiB', or a whole number of bytes"),
         ("host_share = 'much'", "host_share must be a number"),
-        ("host_share = false", "host_share must be a number"),
         ("verify_host = 'maybe'", "verify_host must be true or false"),
         ("deterministic = 'true'", "deterministic must be true or false, without quotes"),
-        ("deterministic = 1", "deterministic must be true or false"),
-        ("model = 5", "model must be a string in quotes"),
-        ("model = ['a']", "model must be a string in quotes"),
-        ("storage = [1, 2]", "storage must be a string in quotes"),
-        ("ready_file = 5", "ready_file must be a string in quotes"),
-        ("threads = '2'", "threads must be a whole number"),
         ("page_tokens = '16'\npage_tokns = 2", "page_tokens must be a whole number"),
         ("write_policy = 'later'", "unknown write policy 'later'"),
         ("port = ", "not TOML"),
-        ("port = 1\nport = 2", "not TOML"),
         ("\x00", "not TOML"),
         ("#" * (FILE_BYTES + 1), "at most 64 KiB"),
-        ("#" * 10_000_000, "at most 64 KiB"),
     ],
     ids=lambda text: text[:20],
 )
@@ -186,58 +162,39 @@ def test_a_mistake_names_where_it_stands_and_repeats_no_key(file: Path, monkeypa
         told()
     monkeypatch.delenv("KVARVE_SERVE_PORT")
     file.write_text("api_key = ['secret']")
-    for words in (["--api-kye=secret"], ["--config", file], ["--api-key", "my", "secret"], ["--api-key", "-secret"]):
+    for words in (["--api-kye=secret"], ["--config", file], ["--api-key", "-secret"]):
         with pytest.raises(ConfigError) as refusal:
             told(*words)
         assert "secret" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", ["1.5", "0x10", "1_000", "1e3", "", " 1", "9" * 40])
-def test_a_number_is_written_as_one(text: str) -> None:
-    with pytest.raises(ConfigError, match="is too large" if len(text) > 30 else "is not a whole number"):
-        told(f"--port={text}")
-
-
-def test_a_value_that_begins_with_a_hyphen_is_given_with_an_equals_sign() -> None:
+def test_a_number_is_written_as_one_and_a_hyphen_begins_an_option() -> None:
+    for text in ("1.5", "0x10", "1_000", "1e3", "", " 1", "9" * 40):
+        with pytest.raises(ConfigError, match="is too large" if len(text) > 30 else "is not a whole number"):
+            told(f"--port={text}")
     with pytest.raises(ConfigError, match=r"--device-memory: expected one argument; .* is given as --device-memory=-"):
         told("--device-memory", "-1GiB")
-    with pytest.raises(ConfigError, match="'-1GiB' is not a size"):
-        told("--device-memory=-1GiB")
 
 
-@pytest.mark.parametrize(("text", "value"), [("yes", True), ("0", False), ("TRUE", True), ("maybe", None)])
-def test_a_switch_reads_the_same_words_as_a_flag_and_as_a_variable(
-    monkeypatch: pytest.MonkeyPatch, text: str, value: bool | None
-) -> None:
-    monkeypatch.setenv("KVARVE_SERVE_DETERMINISTIC", text)
-    for words in ([], [f"--deterministic={text}"]):
-        if value is None:
-            with pytest.raises(ConfigError):
-                told(*words)
-        else:
-            assert told(*words).deterministic is value
-        monkeypatch.delenv("KVARVE_SERVE_DETERMINISTIC", raising=False)
+def test_a_switch_reads_the_same_words_as_a_flag_and_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, value in (("yes", True), ("0", False), ("TRUE", True)):
+        monkeypatch.setenv("KVARVE_SERVE_DETERMINISTIC", text)
+        assert told().deterministic is value
+        monkeypatch.delenv("KVARVE_SERVE_DETERMINISTIC")
+        assert told(f"--deterministic={text}").deterministic is value
+    with pytest.raises(ConfigError):
+        told("--deterministic=maybe")
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("KVARVE_SERVE_NO_DETERMINISTIC", "is the variable of no option: did you mean KVARVE_SERVE_DETERMINISTIC"),
-        ("KVARVE_SERVE_PROT", "did you mean KVARVE_SERVE_PORT?"),
-        ("KVARVE_SERVE_HOST_MEMORY_", "did you mean KVARVE_SERVE_HOST_MEMORY?"),
-    ],
-)
-def test_a_variable_of_no_option_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, says: str) -> None:
-    monkeypatch.setenv(name, "true")
-    with pytest.raises(ConfigError) as refusal:
-        told()
-    assert f"${name} " in str(refusal.value) and says in str(refusal.value)
-
-
-def test_variables_of_other_commands_and_of_no_command_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_no_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVARVE_DEMO_QUIK", "KVARVE_TEST_MOONCAKE", "KVARVE_SERVER", "SERVE_PORT"):
         monkeypatch.setenv(name, "7")
-    assert told() == Settings()
+    assert told() == Settings(), "those of other commands and of none"
+    for name, meant in (("NO_DETERMINISTIC", "DETERMINISTIC"), ("PROT", "PORT"), ("HOST_MEMORY_", "HOST_MEMORY")):
+        monkeypatch.setenv(f"KVARVE_SERVE_{name}", "true")
+        with pytest.raises(ConfigError, match=f"^.KVARVE_SERVE_{name} .*did you mean KVARVE_SERVE_{meant}"):
+            told()
+        monkeypatch.delenv(f"KVARVE_SERVE_{name}")
 
 
 def test_no_variable_is_read_by_a_command_without_a_config_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,31 +223,22 @@ def test_a_group_of_commands_is_named_as_it_is_called() -> None:
             call(real, words)
 
 
-def test_a_help_promises_only_what_its_command_does(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("serve", "demo", "verify", "models", "simulate", "storage drop"):
-        call(real, [*command.split(), "--help"])
-        text = capsys.readouterr().out
-        assert ("kvarve serve --storage" in text) == (command == "serve"), command
-        assert ("--config" in text) == (command != "storage drop"), command
-        assert "()" not in text and "host_memory = " not in text, command
-    call(real, ["verify", "--help"])
-    assert "and compares all logits\nbit" not in capsys.readouterr().out
+def test_without_assertions_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled = dict(vars(errors))
+    source = compile(inspect.getsource(errors.require_assertions), errors.__file__, "exec", optimize=1)
+    exec(source, compiled)
+    for module in (cli, core_settings, objects):
+        monkeypatch.setattr(module, "require_assertions", compiled["require_assertions"])
+    said = "kvarve does not run without its assertions: leave out -O and PYTHONOPTIMIZE"
+    assert cli.main(["serve"]) == 2 and capsys.readouterr().err == f"kvarve: {said}\n"
+    for make in (lambda: core_settings.CoreConfig((), {}), lambda: objects.Objects(None, deadline_s=1)):
+        with pytest.raises(ConfigError, match=said):
+            make()
 
 
-WITHOUT = """
-from kvarve import cli, errors
-from kvarve.core.settings import CoreConfig
-from kvarve.integrations.objects import Objects
-print(cli.main(["serve"]))
-for make in (lambda: CoreConfig((), {}), lambda: Objects(None, deadline_s=1)):
-    try:
-        make()
-    except errors.ConfigError as error:
-        print(error)
-"""
-
-
-def test_without_assertions_nothing_runs() -> None:
-    ended = subprocess.run([sys.executable, "-O", "-c", WITHOUT], capture_output=True, text=True, check=True)
-    said = "kvarve does not run without its assertions: leave out -O and PYTHONOPTIMIZE\n"
-    assert (ended.stderr, ended.stdout) == (f"kvarve: {said}", "2\n" + 2 * said)
+def test_a_command_whose_extra_is_missing_says_which_one() -> None:
+    said = "models needs what is not installed: install kvarve with the extra 'engine' .see the README."
+    with pytest.raises(ConfigError, match=said), needs("engine", "models"):
+        raise ModuleNotFoundError(name="transformers.models")
+    with pytest.raises(ModuleNotFoundError), needs("engine", "models"):
+        raise ModuleNotFoundError("one of ours", name="kvarve.engine.engines")

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kvarve.core.reasons import Reason
-from kvarve.demo_report import table as demo_table
 from kvarve.engine.families import Facts, Pool
 from kvarve.engine.families import table as models_table
 from kvarve.simulate.command import _curve, _table
@@ -49,7 +48,7 @@ def test_families() -> None:
     assert all(word in text for word in ("window-4096", "(64)", "state (1)", "107.2 KiB", "233.9 MiB", "× 128", "1025"))
 
 
-def test_a_simulation() -> None:
+def test_a_simulation_and_a_sweep() -> None:
     report = SimulationReport(requests=1_000_000, prompt_tokens=TOKENS, infinite_hit_tokens=TOKENS)
     report.hit_tokens = dict.fromkeys(report.hit_tokens, TOKENS // 4)
     report.reasons = {reason.value: TOKENS // 10 for reason in Reason}
@@ -57,14 +56,11 @@ def test_a_simulation() -> None:
     report.evicted = dict.fromkeys(("device.attention", "host.attention", "storage.attention"), 12_345_678)
     report.moved_bytes = {"device_to_host": 1 << 45, "host_to_storage": 1 << 45}
     config = SimulationConfig(device_memory=1003 << 20, host_memory=1003 << 30, storage_memory=1003 << 30)
+    missed = dict.fromkeys(COMPARED, 1.0)
+    lines(_curve([Point(device_memory=1003 << 20, share=1.0, missed=missed, bound=1.0)]))
     text = " ".join(lines(_table(report, config)))
     words = [word for reason in Reason if not reason.value.startswith("hit") for word in reason.value.split("_")]
     assert not [word for word in words if word not in text]
-
-
-def test_a_sweep() -> None:
-    missed = dict.fromkeys(COMPARED, 1.0)
-    lines(_curve([Point(device_memory=1003 << 20, share=1.0, missed=missed, bound=1.0)]))
 
 
 def test_a_proof() -> None:
@@ -77,25 +73,11 @@ def test_a_proof() -> None:
         lines(table)
 
 
-def test_a_demo() -> None:
-    row = {
-        "name": "storage",
-        "requests": 42,
-        "prompt_tokens": 999_999,
-        "cached_tokens": 999_999,
-        "cached_by_tier": {"device": 0, "host": 0, "storage": 999_999},
-        "ttft_ms": {"mean": 9_999.0, "p50": 9_999.0, "p99": 9_999.0},
-        "output_tok_s": 999.0,
-        "accuracy": 1.0,
-        "outputs_sha256": "x",
-    }
-    lines(demo_table([row, row | {"outputs_sha256": "y"}]))
-
-
 BLOCK = re.compile(r"^```\n\$ kvarve (simulate [^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 def test_the_worked_example_of_sizing_prints_what_the_page_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 from kvarve.engine.model import LoadedModel, load_model
 from kvarve.engine.paging import PagedWorkspace
 from kvarve.model import BufferSpec
-from kvarve.testing.traffic import SHORT, Answer, Traffic, Wrong, draw, figures, main, show
+from kvarve.testing.traffic import SHORT, Traffic, Wrong, draw, figures, show
 
+pytestmark = pytest.mark.long
 REQUESTS = 32  # of each server; time is no measure on a machine that others use
 FEW = replace(SHORT, talks=12)
 
@@ -45,15 +46,6 @@ def test_under_mixed_traffic_every_answer_is_the_uncached_one(
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_answer_that_is_not_the_uncached_one_is_noticed(model: LoadedModel, tmp_path: Path) -> None:
-    traffic = prepared(model, tmp_path)
-    for at, answer in traffic.answers.items():
-        traffic.answers[at] = Answer([answer.tokens[0] ^ 1] * 8, [1.0] * 8, [0] * 8)
-    for kind, says in (("deterministic", "the logits of token 0"), ("batched", "token 0 of the answer is")):
-        with pytest.raises(Wrong, match=says):
-            traffic.serve(kind, 0, REQUESTS)
-
-
 def test_a_state_that_is_not_loaded_is_noticed(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,24 +59,3 @@ def test_a_state_that_is_not_loaded_is_noticed(
     monkeypatch.setattr(PagedWorkspace, "_copy_in", forgetful)
     with pytest.raises(Wrong, match="of the answer differ"):
         traffic.serve("deterministic", 0, 10 * REQUESTS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--share", "2"], "--share is above 0"),
-        (["--minutes", "0"], "--minutes above 0"),
-        (["--lives", "x"], "invalid int value"),
-        (["--share", "-1"], "--share"),
-    ],
-)
-def test_bad_arguments_get_one_clear_error(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert says in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_there_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "builtin:none", "--minutes", "0.1"]) == 2
-    assert "there is no builtin:none" in capsys.readouterr().err

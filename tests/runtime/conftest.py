@@ -17,8 +17,8 @@ from kvarve.prefix_cache import PrefixCache
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes caches, and shuts them down at the end."""
-    caches: list[PrefixCache] = []
+    """Makes caches, and shuts them down at the end, when calls that were held up go on."""
+    caches: list[tuple[PrefixCache, StoreThatStays | None]] = []
 
     def made(
         storage: StoreThatStays | None = None,
@@ -27,11 +27,14 @@ def make() -> Iterator[Make]:
         **settings: object,
     ) -> PrefixCache:
         kwargs = {} if clock is None else {"clock": clock}
-        caches.append(PrefixCache(an_identity(pools), a_config(**settings), storage=storage, **kwargs))  # type: ignore[arg-type]
-        return caches[-1]
+        cache = PrefixCache(an_identity(pools), a_config(**settings), storage=storage, **kwargs)  # type: ignore[arg-type]
+        caches.append((cache, storage))
+        return cache
 
     yield made
-    for cache in caches:
+    for cache, storage in caches:
+        if storage is not None:
+            storage.release()
         cache.shutdown(5)
 
 

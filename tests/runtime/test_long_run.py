@@ -3,21 +3,10 @@
 import random
 
 import pytest
-from filling import (
-    PAGE,
-    Clock,
-    Request,
-    a_config,
-    a_store,
-    an_identity,
-    nothing_is_left,
-    prompt,
-)
+from filling import CHUNK, PAGE, POOLS, Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
-from kvarve.config import split
-from kvarve.errors import ConfigError
+from kvarve.memory.record import record_bytes
 from kvarve.prefix_cache import PrefixCache
-from kvarve.sizes import parse_size
 from kvarve.testing import Rule
 
 RULES = (
@@ -29,15 +18,15 @@ RULES = (
     Rule("swap", probability=0.05),
     Rule("short", probability=0.03),
 )
+LONG = pytest.mark.long
 PREFETCH = ("best_effort", "timeout", "wait_complete")
 
 
 def least(*, records: bool) -> int:
-    """The least memory that a cache accepts."""
-    identity = an_identity()
-    with pytest.raises(ConfigError) as refusal:
-        split(0, identity.pools, identity.page_tokens, identity.chunk_tokens, records=records, what="some")
-    return parse_size(str(refusal.value).rsplit("need ", maxsplit=1)[1]) + 1024
+    """The least memory that a cache accepts: of each pool two chunks of a prompt."""
+    sizes = (record_bytes(pool.payload_bytes) if records else pool.payload_bytes for pool in POOLS)
+    counts = (2 * (pool.lookback or CHUNK // PAGE) for pool in POOLS)
+    return sum(size * count for size, count in zip(sizes, counts, strict=True)) + 1024
 
 
 class Life:
@@ -98,15 +87,15 @@ class Life:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "turns"), [(0, 50), *(pytest.param(seed, 500, marks=LONG) for seed in range(3))])
 def test_in_a_long_life_with_a_storage_full_of_faults_no_request_resumes_from_a_wrong_byte(
-    seed: int, policy: str
+    seed: int, turns: int, policy: str
 ) -> None:
     print(f"Life({seed}, {policy!r})")
     life = Life(seed, policy)
-    for turn in range(500):
+    for turn in range(turns):
         life.turn()
-        if turn == 250:  # a restart in the middle of everything
+        if turn == turns // 2:  # a restart in the middle of everything
             for request in [*life.requests]:
                 life.finish(request)
             life.cache.shutdown(10)
@@ -117,6 +106,7 @@ def test_in_a_long_life_with_a_storage_full_of_faults_no_request_resumes_from_a_
     assert sum(life.store.counts[rule.fault] for rule in RULES) > 0
 
 
+@LONG
 def test_long_lives_find_pages_on_every_tier_and_see_every_trouble() -> None:
     """The test above proves little if nothing was ever found or refused."""
     found, counters = [0, 0, 0], {"bad_storage": 0, "failed": 0, "duplicates": 0}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from filling import LONG, Request, a_config, a_store, an_identity, prompt, run, settle, until
+from filling import ALL, LONG, Request, a_config, a_store, an_identity, prompt, run, settle, until
 
 from kvarve.core.effects import Refusal
 from kvarve.model import Tier
@@ -14,8 +14,6 @@ from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import StorageUsage
 from kvarve.storage.file.disk import Disk
 from kvarve.testing.world.dirty import WHY
-
-ALL = 8  # pages of LONG that can be resumed from
 
 
 def opened(url: str) -> PrefixCache:
