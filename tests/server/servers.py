@@ -8,13 +8,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
 import forks
+from gates import LONG_S, Gate
 from kvarve.core.policies import Policies
+from kvarve.engine.engine import Engine
 from kvarve.server.serve import Settings
 
 PAGE, CHUNK = 16, 64
@@ -59,3 +62,17 @@ def serving(tmp_path: Path, *argv: object) -> Iterator[tuple["subprocess.Popen[s
                 yield process, client
         finally:
             process.kill()
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """The engine takes no turn meanwhile."""
+    gate = Gate()
+    with ThreadPoolExecutor(1) as apart:
+        asked = apart.submit(engine.ask, gate, LONG_S)
+        try:
+            assert gate.begun.wait(LONG_S)
+            yield
+        finally:
+            gate.may_end.set()
+        asked.result(LONG_S)
