@@ -199,11 +199,13 @@ def test_a_client_that_does_not_read_its_stream_is_aborted(
 
     def paused(_: object) -> bool:
         for one in [*own_server.connections._open]:
-            one.transport.set_write_buffer_limits(4096)
+            one.transport.set_write_buffer_limits(512)
         return any(one.flow.write_paused for one in [*own_server.connections._open])
 
     until(client, paused)
     clock.ahead_s = STALLED_S + 1
+    with held(own_server.engine):
+        sweep(own_server)
     now = until(client, lambda now: now["kvarve_requests_total.aborted"] == before + 1)
     assert now[f"{CLOSED}.stalled"] == 1
     assert now["kvarve_requests_running"] == now["kvarve_leases"] == 0

@@ -22,7 +22,7 @@ from servers import settings
 
 from kvarve.server.serve import Server
 
-SEED, CLIENTS, REQUESTS = 5, 4, 80  # in the short form, of each client
+SEED, CLIENTS, REQUESTS = 5, 4, 20  # in the short form, of each client
 MINUTES, GIVEN_SEED = float(os.environ.get("KVARVE_MINUTES", "30")), os.environ.get("KVARVE_SEED")
 WARM_REQUESTS, WARM_ROUNDS = 200, 5
 LONG = [pytest.mark.long, pytest.mark.timeout(60 * MINUTES + 600)]
