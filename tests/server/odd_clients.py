@@ -19,8 +19,36 @@ HELD = 8  # connections of each client that it neither reads nor closes
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 16, 17, 1 << 31, 1 << 63, -(1 << 63), -(1 << 63) - 1, 1 << 70, 10**400),
     *(0.0, -0.0, 0.5, 1e308, 5e-324, float("nan"), float("inf"), float("-inf")),
-    *("", "a", "\0", "\ud800", "\udfff\ud800", "\uffff", "\U0010ffff", "a" * 3000, "{{ 1 }}", "<|end|>", "١", "\u2028\r\n"),
-    *([], [[]], [[[[0]]]], [0], ["a"], [None], [1.5], [True], [{}], [1 << 70], [-1], [[1], "a"], [[1], [2]], ["a", "b"]),
+    *(
+        "",
+        "a",
+        "\0",
+        "\ud800",
+        "\udfff\ud800",
+        "\uffff",
+        "\U0010ffff",
+        "a" * 3000,
+        "{{ 1 }}",
+        "<|end|>",
+        "١",
+        "\u2028\r\n",
+    ),
+    *(
+        [],
+        [[]],
+        [[[[0]]]],
+        [0],
+        ["a"],
+        [None],
+        [1.5],
+        [True],
+        [{}],
+        [1 << 70],
+        [-1],
+        [[1], "a"],
+        [[1], [2]],
+        ["a", "b"],
+    ),
     *({}, {"a": 1}, {"1": 1}, {"1": 1e308}, {"-1": 0}, [0] * 5000, ["a"] * 300, {str(i): i for i in range(1100)}),
     *({"type": "text"}, {"type": 7}, {"type": "text", "text": "\0"}, {"function": None}),
     *([{"role": "user", "content": "\0"}], [{"role": "assistant", "tool_calls": [{}]}]),
@@ -29,7 +57,15 @@ KINDS = ["application/json", "application/json; charset=utf-16", "text/plain", "
 OTHERS = ["rid", "stream", "return_logprob", "top_logprobs_num", "return_text_in_logprobs", "cache_salt", "extra_key"]
 PARAMS = [
     *("temperature", "top_p", "top_k", "min_p", "logit_bias", "frequency_penalty", "presence_penalty", "stop", "n"),
-    *("repetition_penalty", "stop_token_ids", "ignore_eos", "max_new_tokens", "min_new_tokens", "sampling_seed", "regex"),
+    *(
+        "repetition_penalty",
+        "stop_token_ids",
+        "ignore_eos",
+        "max_new_tokens",
+        "min_new_tokens",
+        "sampling_seed",
+        "regex",
+    ),
 ]
 
 

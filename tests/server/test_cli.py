@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import httpx
 import pytest
 from servers import SHAPE, serving, settings
 
-import forks
 from kvarve import __version__, cli
 from kvarve.errors import StorageError
 from kvarve.server.serve import Server

@@ -50,7 +50,7 @@ CHECKS = [
     response_headers_conformance,
     negative_data_rejection,
 ]
-EXAMPLES = 5  # of each operation and kind of data in the short form
+EXAMPLES = 4  # of each operation and kind of data in the short form
 LONG_EXAMPLES = 100  # in each round of the long one
 MINUTES, SEED = float(os.environ.get("KVARVE_MINUTES", "30")), os.environ.get("KVARVE_SEED")
 WARM_S = 60.0

@@ -32,7 +32,9 @@ def test_a_request_has_one_line_with_its_id_and_what_came_of_it_and_no_text(
     client: httpx.Client, song: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvarve"):
-        client.post(COMPLETIONS, json={"prompt": song, "max_tokens": 3, "n": 2}, headers={ID: "one"})
+        client.post(
+            COMPLETIONS, json={"prompt": song, "max_tokens": 3, "n": 2, "cache_salt": "a-salt"}, headers={ID: "one"}
+        )
         with client.stream("POST", COMPLETIONS, json={"prompt": song, "stream": True}, headers={ID: "two"}) as response:
             response.read()
         client.post(COMPLETIONS, json={"prompt": song, "temperature": -1}, headers={ID: "three"})
@@ -45,7 +47,7 @@ def test_a_request_has_one_line_with_its_id_and_what_came_of_it_and_no_text(
     )
     assert re.match(r"three: POST /v1/completions: 400 in [0-9.]+ s$", three)
     assert re.match(r"four: GET /nowhere%0Akvarve%3A%20a%20line%20of%20mine: 404 in", four)
-    assert song[:5] not in caplog.text
+    assert song[:5] not in caplog.text and "a-salt" not in caplog.text
 
 
 def test_rejections_are_counted_by_status(client: httpx.Client) -> None:

@@ -49,14 +49,6 @@ def test_the_metrics_count_a_prompt_once_as_its_client_saw_it(client: httpx.Clie
     assert sum(told.values()) == prompts
 
 
-def test_a_list_that_has_a_prompt_twice_has_two_prompts(client: httpx.Client, song: str, salt: str) -> None:
-    before = metrics(client)
-    answer = client.post(COMPLETIONS, json={"prompt": [song * 3] * 2, "cache_salt": salt, "max_tokens": 1})
-    now, one = metrics(client), len((song * 3).encode())
-    assert now[PROMPTS] - before[PROMPTS] == answer.json()["usage"]["prompt_tokens"] == 2 * one
-    assert now[f"{WHY}another_sample"] == before[f"{WHY}another_sample"]
-
-
 def test_the_live_page_shows_the_share_that_its_clients_saw(
     server: Server, client: httpx.Client, song: str, salt: str
 ) -> None:
