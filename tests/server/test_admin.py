@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,13 +13,17 @@ from typing import Any
 
 import httpx
 import pytest
+from left import Left
 from servers import settings
-from talk import Body, cached, complete, metrics, refused, text, until
+from talk import LONG_S, Body, cached, complete, metrics, refused, text, until
 
 from kvarve.cli import main
+from kvarve.core.audit import audit
+from kvarve.model import MEMORY_TIERS
 from kvarve.server.remote import describe
 from kvarve.server.serve import Server
 from kvarve.storage import FileStorage, MemoryStorage, Storage
+from kvarve.testing.faulty import FaultyStorage, Rule
 from plugged import plug_in
 
 STORAGE = "/admin/storage"
@@ -145,34 +151,6 @@ def test_what_cannot_be_attached_is_refused_and_nothing_has_changed(
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_a_folder_of_another_user_is_refused_and_the_attached_storage_stays(
-    client: httpx.Client, operated: Server, tmp_path: Path, song: str, salt: str
-) -> None:
-    attach(client, tmp_path / "old")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes").write_text("do not lose")
-    url = f"file://{tmp_path}/other?capacity=64MiB"
-    assert "not a kvarve storage folder" in refused(client.put(STORAGE, json={"url": url}), 500)
-    assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes"]
-    complete(client, song * 2, cache_salt=salt, max_tokens=2)
-    settled(client, operated)
-    done(client.post("/flush_cache"))
-    assert cached(complete(client, song * 2, cache_salt=salt, max_tokens=2)) == {"storage": 64}
-
-
-def test_a_bug_in_a_backend_is_one_line_and_changes_nothing(
-    client: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(label: bytes, description: str) -> Storage:
-        raise RuntimeError("half way")
-
-    plug_in(monkeypatch, "odd", fails)
-    attach(client, tmp_path / "old")
-    message = refused(client.put(STORAGE, json={"url": "odd://x?capacity=64MiB"}), 500)
-    assert message == "odd://x?capacity=64MiB: it cannot be opened: RuntimeError: half way"
-    assert done(client.get(STORAGE))["up"] is True
-
-
 def test_while_a_storage_is_slow_to_open_requests_are_served_and_no_second_change_begins(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, song: str
 ) -> None:
@@ -224,6 +202,49 @@ def test_a_storage_that_does_not_open_is_given_up_and_blocks_no_other(
     may_open.set()
     assert closed.wait(60)
     assert done(client.get(STORAGE))["url"] == f"file://{tmp_path / 'new'}?capacity=64MiB"
+
+
+@pytest.mark.long
+def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
+    client: httpx.Client, operated: Server, tmp_path: Path, song: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice, stores, over = random.Random(5), list[FaultyStorage](), threading.Event()
+
+    def opened(label: bytes, description: str) -> Storage:
+        inner = MemoryStorage(64 << 20, label, description)
+        stores.append(FaultyStorage(inner, [Rule("flip", probability=0.1)], seed=5))
+        return stores[-1]
+
+    def ask_on(asker: httpx.Client, number: int) -> set[str]:
+        said = {text(asker, f"{number} {song * 3}", max_tokens=4, skip_reading_prefix_cache=True)}
+        while not over.is_set():
+            said.add(text(asker, f"{number} {song * 3}", max_tokens=4))
+        return said
+
+    plug_in(monkeypatch, "odd", opened)
+    monkeypatch.setattr("kvarve.admin.CLOSED_S", 0.01)  # one that stalls goes on later
+    urls = [f"file://{tmp_path}/{name}?capacity=64MiB" for name in "ab"] + ["odd://x?capacity=64MiB"]
+    done(client.put(STORAGE, json={"url": urls[0]})), done(client.delete(STORAGE))  # what is made once is made
+    left = Left(operated, client)
+    with httpx.Client(base_url=operated.url, timeout=60) as asker, ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(ask_on, asker, number) for number in range(2)]
+        try:
+            for _ in range(200):
+                operated.engine.ask(lambda: operated.engine.cache.evict(MEMORY_TIERS), LONG_S)
+                policy = dice.choice(["write_through", "write_through_selective", "write_back"])
+                done(client.put(STORAGE, json={"url": dice.choice(urls), "back_up": True, "write_policy": policy}))
+                for store in stores[-1:]:
+                    store.dead = dice.random() < 0.3
+                    if dice.random() < 0.3:
+                        store.stall()
+                done(client.delete(STORAGE))
+                for store in stores:
+                    store.release()
+        finally:
+            over.set()
+        assert all(len(each.result(LONG_S)) == 1 for each in asked), "another answer"
+    left.check(Counter())
+    audit(operated.engine.cache.scheduler.core)
 
 
 # --- access

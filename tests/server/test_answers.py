@@ -202,11 +202,6 @@ def test_a_chats_logprobs_are_as_openai_writes_them(client: httpx.Client, song: 
             assert falling == sorted(falling, reverse=True)
 
 
-def test_an_end_token_has_a_likelihood_and_a_name(client: httpx.Client, song: str) -> None:
-    entries = chat_logprobs(client, song, logprobs=True, min_tokens=3, logit_bias={"256": 100})
-    assert entries[-1]["token"] == "<end>"
-
-
 @pytest.mark.parametrize("stop", ["åkern", "never; "])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_streamed_logprobs_are_the_whole_ones_and_none_is_lost_or_said_twice(
@@ -284,11 +279,3 @@ def test_a_conversation_with_tools_reaches_the_template(teller: Server, client: 
         "assistant: Hm.<depth '{at: noon'><depth '[1]'><c4 depth>\ntool(c2): no such place\n(very) assistant:"
     )
     rendered(client, expected, messages=messages, chat_template_kwargs={"thoughtful": "very"})
-
-
-def test_a_template_that_knows_no_tools_is_given_them_all_the_same(client: httpx.Client) -> None:
-    body = {"messages": [QUESTION], "max_tokens": 1, "temperature": 0}
-    plain, offered = (client.post(CHAT, json=body | more).json() for more in ({}, {"tools": TOOLS}))
-    assert plain["usage"]["prompt_tokens"] == offered["usage"]["prompt_tokens"]
-    told = refused(client.post(CHAT, json=body | {"messages": [QUESTION, {"role": "tool", "content": "2"}]}), 400)
-    assert "unknown role tool" in told

@@ -1,6 +1,5 @@
 """The server from outside: requests of a client, and their answers."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -145,14 +144,6 @@ def test_a_bias_and_penalties_change_what_is_said(client: httpx.Client, song: st
     said = text(client, song * 2, **heated)
     for penalty in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 100.0}):
         assert text(client, song * 2, **heated, **penalty) != said, penalty
-
-
-def test_requests_side_by_side_say_what_each_says_alone(client: httpx.Client, song: str, salt: str) -> None:
-    prompts = [f"{i}{song * (1 + i % 3)}" for i in range(3)]
-    alone = [text(client, prompt, max_tokens=8, skip_reading_prefix_cache=True) for prompt in prompts]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(lambda prompt: text(client, prompt, max_tokens=8, cache_salt=salt), prompts))
-    assert together == alone
 
 
 # --- the cache

@@ -2,9 +2,7 @@
 
 import logging
 import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +14,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import uvicorn
-from servers import SHAPE, held, settings
+from servers import held, settings
 from talk import COMPLETIONS, LONG_S, metrics, until
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
@@ -178,13 +176,6 @@ def test_the_time_limit_of_headers_does_not_apply_to_bodies_and_answers(
         got = got[-10:] + piece
 
 
-def test_a_connection_between_two_requests_stays_longer_than_a_client_keeps_it(own_server: Server) -> None:
-    """Where the server closes it first, a request that is on its way at that moment gets no answer."""
-    kept_s = httpx.Limits().keepalive_expiry
-    assert kept_s is not None
-    assert kept_s < own_server._http.config.timeout_keep_alive < HEADERS_S  # which would be told as trouble
-
-
 # --- answers that are not read
 
 
@@ -335,16 +326,6 @@ def test_if_all_connections_have_a_complete_request_the_newest_gets_503(own_serv
     assert streaming.recv(10)
 
 
-def test_many_half_open_connections_leave_no_trace(own_server: Server, connect: Connect) -> None:
-    own_server.connections.most = 20
-    for i in range(100):
-        connect(b"GET /" if i % 2 else b"").close()
-    with httpx.Client(base_url=own_server.url, timeout=LONG_S) as client:
-        until(client, lambda now: now["kvarve_connections"] == 1)
-    kept = own_server.connections
-    assert len(kept._open) <= 1 and not kept._closing and len(kept._incomplete) <= 1
-
-
 # --- descriptors
 
 
@@ -361,31 +342,3 @@ def test_descriptors_are_raised_to_what_the_system_allows_and_half_of_them_are_f
     )
     done = forks.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{hard} {hard} {most}"
-
-
-@pytest.mark.long
-def test_a_server_with_few_descriptors_serves_beside_more_half_open_connections_and_logs_little(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    ready, log = tmp_path / "ready", tmp_path / "log"
-    limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))\n"
-    words = ["serve", "--model", str(checkpoint), "--port", "0", "--ready-file", str(ready), *SHAPE]
-    code = f"{limits}import sys\nfrom kvarve.cli import main\nsys.exit(main({words!r}))"
-    with log.open("w") as file, ExitStack() as opened:
-        process = forks.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=file)
-        opened.callback(process.wait)
-        opened.callback(process.kill)
-        while not ready.exists():
-            assert process.poll() is None, log.read_text()
-        url = httpx.URL(ready.read_text().strip())
-        for i in range(400):
-            connection = opened.enter_context(socket.create_connection((url.host, url.port or 0), timeout=LONG_S))
-            connection.sendall((b"GET / HT", b"nonsense\r\n\r\n")[i % 2])
-        with httpx.Client(base_url=url, timeout=LONG_S) as client:
-            assert client.post(COMPLETIONS, content=BODY).status_code == 200
-            assert metrics(client)["kvarve_connections"] <= 128
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LONG_S) == 0
-    assert log.stat().st_size < 16 << 10, log.read_text()[:10_000]
-    assert "Too many open files" not in log.read_text()
-    assert "Invalid HTTP request" in log.read_text()

@@ -177,11 +177,6 @@ def test_pages_of_a_named_origin_may_ask_and_no_others(own_client: httpx.Client)
     assert "no page" in refused(own_client.post("/flush_cache", headers={"Origin": PAGE}), 403)
 
 
-def test_without_an_origin_no_page_gets_a_preflight(client: httpx.Client) -> None:
-    response = preflight(client, PAGE)
-    assert response.status_code == 405 and "access-control-allow-origin" not in response.headers
-
-
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -4,8 +4,6 @@ The replicas are small servers of this test, so that they end and come back when
 """
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +16,6 @@ import httpx
 import pytest
 from fastapi import Request
 
-from kvarve.routing import BLOCK_BYTES
 from kvarve.server import front as front_module
 from kvarve.server import replicas as replicas_module
 from kvarve.server.access import Access
@@ -26,7 +23,7 @@ from kvarve.server.api import Refused
 from kvarve.server.front import Front
 from kvarve.server.keyfile import Keyring
 from kvarve.server.observed import Seen
-from kvarve.server.replicas import LOOK_S, SLOW_S, Replica, Replicas
+from kvarve.server.replicas import Replica, Replicas
 from kvarve.server.settings import Settings
 from kvarve.server.stopped import BEFORE, DURING, ENGINE
 
@@ -140,23 +137,6 @@ async def test_a_request_outlives_the_end_of_all_replicas_at_once(
 
 
 @played
-async def test_a_request_that_ends_every_replica_is_given_up(places: list[Served], client: httpx.AsyncClient) -> None:
-    async def keep() -> None:
-        while True:
-            for place in places:
-                place.ends = True
-                if place._server is None:
-                    await place.start()
-            await asyncio.sleep(0.01)
-
-    keeping = asyncio.ensure_future(keep())
-    answer = await client.post("/v1/completions", json={"prompt": "x"})
-    keeping.cancel()
-    assert answer.status_code == 502, "it may be what ends them"
-    assert sum(len(place.asked) for place in places) == 3
-
-
-@played
 async def test_a_replica_that_was_started_again_has_the_storage_of_the_others(
     places: list[Served], client: httpx.AsyncClient
 ) -> None:
@@ -174,55 +154,6 @@ async def test_a_replica_that_was_started_again_has_the_storage_of_the_others(
     told = [each.split(" ")[0] for each in other.asked]
     assert told == ["PUT", "PUT", "POST", "POST"], "once, before any request; none that a later one makes up for"
     assert "/a" in other.asked[0] and "/c" in other.asked[1]
-
-
-@played
-async def test_a_call_to_all_that_hangs_at_one_keeps_no_other_that_was_started_again_from_serving(
-    places: list[Served], client: httpx.AsyncClient
-) -> None:
-    first, other = places
-    assert (await client.put("/admin/storage", json={"storage": "file:///a"})).status_code == 200
-    other.hangs = asyncio.Event()
-    asking = asyncio.ensure_future(client.get("/admin/storage"))
-    await until(lambda: len(other.asked) == 2)
-    await first.stop()
-    await first.start()
-    other.replica.up = False
-    assert (await client.post("/v1/completions", json={"prompt": "x"})).json() == {"served": 0}
-    assert not asking.done()
-    other.hangs.set()
-    assert (await asking).status_code == 200
-
-
-@played
-async def test_a_change_that_a_replica_is_told_is_told_once_if_the_client_leaves_meanwhile(
-    places: list[Served], client: httpx.AsyncClient
-) -> None:
-    first, other = places
-    assert (await client.put("/admin/storage", json={"storage": "file:///a"})).status_code == 200
-    await other.stop()
-    await other.start()
-    other.asked.clear()
-    other.hangs, first.replica.up = asyncio.Event(), False
-    asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
-    await until(lambda: other.asked)
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    other.hangs.set()
-    await client.post("/v1/completions", json={"prompt": "y"})
-    assert [each.split(" ")[0] for each in other.asked] == ["PUT", "POST"]
-
-
-@played
-async def test_health_is_answered_at_once_while_no_replica_serves(
-    places: list[Served], client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(front_module, "WAIT_S", 10 * PATIENCE_S)
-    for place in places:
-        place.replica.up = False
-    for path in ("/health", "/health_generate"):
-        assert (await client.get(path)).status_code == 503
 
 
 @played
@@ -282,16 +213,6 @@ async def test_a_change_is_told_again_to_a_replica_whose_connection_alone_has_en
 
 
 @played
-async def test_a_change_that_may_have_ended_the_first_replica_is_told_to_no_other(
-    places: list[Served], client: httpx.AsyncClient
-) -> None:
-    first, other = places
-    first.ends = True
-    answer = await client.put("/admin/storage", json={"storage": "file:///a"})
-    assert answer.status_code == 502 and "no replica has done it" in answer.text and not other.asked
-
-
-@played
 async def test_a_flush_is_made_by_all_replicas_at_once_so_that_its_time_is_that_of_each(
     places: list[Served], client: httpx.AsyncClient
 ) -> None:
@@ -322,22 +243,6 @@ async def test_a_request_to_an_engine_that_has_stopped_goes_to_another_replica(
         assert (await asked).json() == {"served": 1}
 
 
-@played
-async def test_a_replica_that_has_not_answered_for_a_while_gets_new_requests_only_if_no_other_answers(
-    places: list[Served], client: httpx.AsyncClient
-) -> None:
-    async def served() -> int:
-        answer = await client.post("/v1/completions", json={"prompt": "x" * 4 * BLOCK_BYTES})
-        return int(answer.json()["served"])
-
-    chosen = await served()
-    assert await served() == chosen, "it has the prompt"
-    places[chosen].replica._health.unanswered = round(2 * SLOW_S / LOOK_S)
-    assert await served() == 1 - chosen
-    places[1 - chosen].replica.up = False
-    assert await served() == chosen
-
-
 @pytest.mark.parametrize(("last", "told"), [(b"data: {}\n\n", True), (b'data: {"choi', False)])
 def test_a_stream_whose_replica_ends_says_so_between_events_and_does_not_look_whole(last: bytes, told: bool) -> None:
     class Broken(httpx.AsyncByteStream):
@@ -362,29 +267,6 @@ def test_a_stream_whose_replica_ends_says_so_between_events_and_does_not_look_wh
     asyncio.run(play())
 
 
-def hangs(number: int, settings: Settings, parent: int) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@pytest.mark.long
-def test_a_replica_that_hangs_before_it_serves_is_killed_and_due_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas_module, "_serve", hangs)
-    patient, hasty = (Replica(number, SETTINGS, tmp_path, start_s) for number, start_s in enumerate((3600.0, 0.0)))
-    for each in (patient, hasty):
-        each.start()
-    try:
-        assert not patient.look() and not patient.over
-        assert hasty.look() and hasty.over and not hasty.up
-        end = time.monotonic() + PATIENCE_S
-        while not hasty.due():  # after a pause, since it did not live long
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    finally:
-        patient._kill()
-
-
 @pytest.mark.parametrize("keys", [Keyring(api_key="a", admin_key="b")])
 @pytest.mark.parametrize("path", ["/v1/completions", "/admin/storage", "/no/such/path"])
 @played
@@ -407,21 +289,6 @@ async def test_no_body_is_read_for_a_client_without_a_key(
         answer = await client.put(path, content=b"{}", headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == 200
     assert (await client.get("/v1/models")).status_code == 200
-
-
-@pytest.mark.parametrize("one", [b"[]", b"{}"])
-@played
-async def test_a_body_of_too_many_values_is_not_parsed_to_find_its_replica(
-    places: list[Served], client: httpx.AsyncClient, one: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def parsed(text: bytes) -> None:
-        raise AssertionError(f"{len(text)} bytes are parsed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(front_module, "MOST_TOKENS", 1 << 16)
-        patch.setattr(front_module, "json", SimpleNamespace(loads=parsed))
-        answer = await client.post("/v1/completions", content=b'{"prompt": [' + (one + b", ") * (1 << 17) + b"7]}")
-    assert answer.status_code == 200 and sum(len(place.asked) for place in places) == 1, "the replica refuses it"
 
 
 @pytest.mark.parametrize("path", ["/./admin/storage", "/x/../admin/storage", "/x/../../flush_cache", "/health/.."])

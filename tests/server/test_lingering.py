@@ -133,17 +133,6 @@ def test_a_stranger_who_sends_on_is_answered_and_closed_and_little_of_it_is_read
 
 
 @pytest.mark.usefixtures("hasty")
-def test_other_clients_see_the_last_of_a_stranger_when_its_second_is_over(
-    client: httpx.Client, connect: Connect
-) -> None:
-    before = until(client, lambda now: now["kvarve_connections"] == 1)
-    kept = [connect(post(SIZED)) for _ in range(3)]
-    assert {told(answers(each), 401) for each in kept}
-    until(client, lambda now: now["kvarve_connections"] == before["kvarve_connections"])
-    assert client.get("/health").status_code == 200
-
-
-@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize(("how", "key"), [(CHUNKED, "wrong"), (SIZED, KEY), (CHUNKED, KEY)])
 def test_a_client_that_sends_all_of_a_refused_body_and_then_reads_gets_its_answer(
     connect: Connect, how: str, key: str

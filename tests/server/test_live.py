@@ -211,9 +211,3 @@ def test_the_numbers_want_the_operators_key_and_the_page_wants_none(own_client: 
         assert "singer" not in answer.text
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-
-
-def test_a_poll_is_logged_on_debug_only(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "kvarve"):
-        client.get("/live/data"), client.get("/health")  # by now its line would be written
-    assert "/live/data" not in caplog.text

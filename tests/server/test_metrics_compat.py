@@ -26,6 +26,7 @@ FEW = {  # memory for little more than one long answer, and for the fetch of one
     "device_memory": 400 << 10,
     "host_memory": 4 << 20,
     "max_running": 2,
+    "deterministic": False,
     "metrics_compat": "vllm,sglang",
     "policies": Policies(prefetch_policy="wait_complete", host_share=0.025),
 }

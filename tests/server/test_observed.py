@@ -1,7 +1,8 @@
-"""What the log, the headers and the metrics say of each request."""
+"""What the log, the headers, the metrics and its usage say of each request."""
 
 import logging
 import re
+from typing import Any
 
 import httpx
 import pytest
@@ -77,3 +78,21 @@ def test_an_operators_acts_leave_a_line_admitted_or_not(
     assert detach == "b: DELETE /admin/storage by 127.0.0.1: asked: 401"
     assert flush == "c: POST /flush_cache by 127.0.0.1 with admin-key: 0 pages of the device and host flushed: 200"
     assert "secret" not in caplog.text and "gate" not in caplog.text
+
+
+def reasons(answer: dict[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = answer["usage"]["kvarve"]["reasons"]
+    return found
+
+
+def test_an_answer_says_why_its_prompt_was_cached_or_not(client: httpx.Client, song: str, salt: str) -> None:
+    body = {"prompt": song * 3, "cache_salt": salt, "max_tokens": 2}
+    cold, warm = (reasons(complete(client, **body)) for _ in range(2))
+    assert warm == {"hit_device": 128, "below_grid": cold["below_grid"]}
+    assert cold.pop("below_grid") and sum(cold.values()) == 128 and {*cold} <= {"never_seen", "unknown"}
+    client.post("/flush_cache", params={"tiers": "device"})
+    assert reasons(complete(client, **body))["hit_host"] == 128
+    assert reasons(complete(client, **body, skip_reading_prefix_cache=True))["not_read"] == 128
+    client.post("/flush_cache", params={"tiers": "device,host"})
+    last = stream(client, COMPLETIONS, body | {"stream_options": {"include_usage": True}})[-1]
+    assert reasons(last)["hit_storage"] == 128

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,23 +76,6 @@ def test_all_replicas_serve_and_a_conversation_stays_with_one(client: httpx.Clie
     assert all(cached(answer) >= 256 for answer in warm), [*map(cached, warm)]
 
 
-def test_the_live_page_shows_one_replica_at_a_time(client: httpx.Client) -> None:
-    assert "text/html" in client.get("/").headers["content-type"]
-    for number in (0, 1):
-        answer = client.get("/live/data", params={"replica": number}, headers=ADMIN)
-        assert answer.status_code == 200 and answer.headers["x-kvarve-replicas"] == "2"
-    ids = {"x-request-id": "to-one"}
-    assert client.post("/v1/completions", json={"prompt": "seen", "max_tokens": 1}, headers=ids).status_code == 200
-
-    def seen(number: int) -> bool:
-        told = client.get("/live/data", params={"replica": number}, headers=ADMIN).json()
-        return any(each["id"] == "to-one" for each in told["requests"])
-
-    until(lambda: seen(0) != seen(1))
-    assert client.get("/live/data").status_code == 401, "the API key does not open it"
-    assert client.get("/live/data", params={"replica": 2}, headers=ADMIN).status_code == 404
-
-
 def test_a_call_about_the_state_goes_to_all(client: httpx.Client) -> None:
     for number in range(6):
         ask(client, talk(number))
@@ -109,15 +91,6 @@ def test_the_front_has_paths_of_its_own_that_want_the_admin_key(client: httpx.Cl
     for path in ("/admin/replicas/0/restart", "/admin/replicas/7/restart", "/v1/completions", "/flush_cache"):
         assert client.post(path, headers={"Authorization": "Bearer wrong"}, json={}).status_code == 401
     assert "there is no replica 7" in client.post("/admin/replicas/7/restart", headers=ADMIN).text
-
-
-def test_a_request_that_cannot_be_sent_on_counts_for_no_replica(client: httpx.Client) -> None:
-    url = client.base_url
-    with socket.create_connection((url.host, url.port or 0)) as link:
-        head = b"POST %2Fv1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer the-client\r\n"
-        link.sendall(head + b'Content-Length: 14\r\n\r\n{"prompt":"x"}')
-        assert b" 400 " in link.recv(1 << 16).split(b"\r\n")[0]
-    until(lambda: not any(each["busy"] for each in states(client)))
 
 
 def under_traffic(client: httpx.Client, change: Callable[[], None]) -> list[int]:

@@ -58,16 +58,3 @@ def test_a_reset_of_the_prefix_cache_is_a_flush(client: httpx.Client, server: Se
         response = client.post("/reset_prefix_cache", params={"reset_external": given})
         assert "reset_external" in refused(response, 400)
     assert told(client.post("/reset_prefix_cache", params={"reset_running_requests": "false"}))["success"]
-
-
-def test_errors_name_the_field_and_say_when_the_context_is_exceeded(client: httpx.Client, song: str) -> None:
-    def error(**body: Any) -> tuple[str | None, str | None]:
-        said = client.post("/v1/completions", json={"prompt": "hei"} | body).json()["error"]
-        return said["param"], said["code"]
-
-    assert error(temperature=-1) == ("temperature", None)
-    assert error(min_tokens=5, max_tokens=2) == ("min_tokens", None)
-    assert error(prompt=[999]) == ("prompt", None)
-    assert error(stop_token_ids=[999]) == ("stop_token_ids", None)
-    assert error(prompt=song * 20, max_tokens=1000) == ("max_tokens", "context_length_exceeded")
-    assert error(prompt=song * 100) == ("prompt", "context_length_exceeded")
