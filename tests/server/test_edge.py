@@ -198,7 +198,7 @@ def test_what_cannot_work_is_refused_before_the_start(checkpoint: Path, more: Bo
 
 def test_a_drain_refuses_new_requests_says_so_and_lets_running_ones_end(own_server: Server, song: str) -> None:
     server, left = own_server, list[int]()
-    long = {"prompt": song, "max_tokens": 20, "ignore_eos": True, "stream": True}
+    long = {"prompt": song, "max_tokens": 8, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=server.url, timeout=60) as client:
         with client.stream("POST", COMPLETIONS, json=long) as response:
             pieces = events(response)

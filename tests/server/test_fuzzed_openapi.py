@@ -141,6 +141,7 @@ def test_every_answer_is_one_that_the_document_says(asking: Asking, server: Serv
     left.check(asking.got)
 
 
+@pytest.mark.long
 def test_a_stream_is_the_events_that_the_document_says(asking: Asking) -> None:
     for path, body in (
         ("/v1/completions", {"prompt": "hei", "max_tokens": 3}),

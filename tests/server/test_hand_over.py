@@ -1,6 +1,6 @@
 """One server prefills, another decodes: the ticket goes over in `kv_transfer_params`, the pages through a storage."""
 
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,21 @@ SHARED = 2 * CHUNK  # tokens of three songs, in whole chunks
 PREFILL: Body = {"max_tokens": 1, "kv_transfer_params": {"hand_over_s": 60}}
 
 
-@pytest.fixture(scope="module")
-def decode(checkpoint: Path, storage: Path) -> Iterator[httpx.Client]:
-    """Another server on the storage of the first."""
-    with (
-        Server(settings(checkpoint, storage, deterministic=False)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
-        yield client
-
-
 def handed_over(client: httpx.Client, prompt: str, **more: Any) -> Body:
     """The ticket of the prefill server for the one that decodes; stores of its pages may still be in flight."""
     return dict(complete(client, prompt, **PREFILL | more)["kv_transfer_params"])
 
 
 def test_what_one_server_prefills_another_decodes_with_the_same_answer(
-    client: httpx.Client, decode: httpx.Client, song: str, salt: str
+    checkpoint: Path, tmp_path: Path, song: str, salt: str
 ) -> None:
-    alone = complete(client, song * 3, max_tokens=4, cache_salt="another")
-    given = handed_over(client, song * 3, cache_salt=salt)
-    assert {*given} == {"ticket"}
-    answer = complete(decode, song * 3, max_tokens=4, cache_salt=salt, kv_transfer_params=given)
+    with ExitStack() as opened:
+        servers = [opened.enter_context(Server(settings(checkpoint, tmp_path / "pages"))) for _ in range(2)]
+        client, decode = (opened.enter_context(httpx.Client(base_url=each.url, timeout=60)) for each in servers)
+        alone = complete(client, song * 3, max_tokens=4, cache_salt="another")
+        given = handed_over(client, song * 3, cache_salt=salt)
+        assert {*given} == {"ticket"}
+        answer = complete(decode, song * 3, max_tokens=4, cache_salt=salt, kv_transfer_params=given)
     assert answer["choices"] == alone["choices"]
     assert cached(answer) == {"storage": SHARED}
     assert "kv_transfer_params" not in answer

@@ -59,6 +59,7 @@ def test_a_storage_comes_and_goes_under_the_names_of_sglang(
     assert operator.delete(STORAGE).json()["attached"] is False
 
 
+@pytest.mark.long
 def test_clearing_drops_the_pages_of_this_model_alone(
     operator: httpx.Client, customer: httpx.Client, operated: Server, checkpoint: Path, tmp_path: Path, song: str
 ) -> None:

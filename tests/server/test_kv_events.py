@@ -192,7 +192,7 @@ def test_the_tokens_of_a_page_are_those_of_the_prompt_though_its_name_has_its_wh
 def test_what_cannot_be_known_any_more_is_cleared_and_told_anew(
     router: Router, asked: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete(asked, song * 6, max_tokens=2)
+    complete(asked, song * 3, max_tokens=2)
     router.agrees()
     router.server.engine.admin.detach()  # what the next storage has is not known
     router.agrees()
@@ -200,7 +200,7 @@ def test_what_cannot_be_known_any_more_is_cleared_and_told_anew(
     assert cleared == 2 and {medium for (medium, _), pages in router.pages.items() if pages} == {"GPU", "CPU"}
     with monkeypatch.context() as patch:
         patch.setattr(router.server.kv_events, "room", lambda: False)  # as if the queue were full
-        complete(asked, "other " + song * 6, max_tokens=2)
+        complete(asked, "other " + song * 3, max_tokens=2)
     complete(asked, song, max_tokens=1)
     router.agrees()
     assert [event["type"] for event in router.events].count("AllBlocksCleared") == 3

@@ -28,7 +28,7 @@ def data(client: httpx.Client, holds: Callable[[dict[str, Any]], object] = lambd
     """Ask until something holds: answers are shared for a moment, and a request has ended just after its answer."""
     end = time.monotonic() + LONG_S
     while True:
-        time.sleep(0.01)
+        time.sleep(0.05)
         answer = client.get("/live/data")
         assert answer.status_code == 200, answer.text
         if holds(found := dict(answer.json())):

@@ -20,7 +20,12 @@ def lines(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 def test_a_response_has_the_id_of_its_request_or_a_new_one(client: httpx.Client, song: str) -> None:
     response = client.post(COMPLETIONS, json={"prompt": song, "max_tokens": 1}, headers={ID: "ours-7"})
     assert response.headers[ID] == "ours-7" and response.json()["id"] == "cmpl-ours-7"
-    assert client.post("/generate", json={"text": "a"}, headers={ID: "g"}).json()["meta_info"]["id"] == "g"
+    assert (
+        client.post(
+            "/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 1}}, headers={ID: "g"}
+        ).json()["meta_info"]["id"]
+        == "g"
+    )
     for odd in ("", "a b", "x" * 129, "\xe5"):
         made = client.get("/health", headers={ID: odd.encode("latin-1")}).headers[ID]
         assert re.fullmatch("[0-9a-f]{32}", made)
@@ -71,8 +76,8 @@ def test_an_operators_acts_leave_a_line_admitted_or_not(
         own_client.delete("/admin/storage", headers={ID: "b"})
         own_client.post("/flush_cache", headers=key | {ID: "c"})
         own_client.get("/admin/storage", headers=key)
-        complete(own_client, "hei")
-        stream(own_client, COMPLETIONS, {"prompt": "hei"})
+        complete(own_client, "hei", max_tokens=1)
+        stream(own_client, COMPLETIONS, {"prompt": "hei", "max_tokens": 1})
     attach, detach, flush = lines(caplog, "kvarve.audit")
     assert attach.startswith("a: PUT /admin/storage by 127.0.0.1 with admin-key: attach 'redis://***@127.0.0.1:1': ")
     assert detach == "b: DELETE /admin/storage by 127.0.0.1: asked: 401"
