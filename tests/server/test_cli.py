@@ -1,6 +1,7 @@
 """`kvarve serve` as an operator meets it: a line that says what is wrong, or a server that starts and ends whole."""
 
 import json
+import logging
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ from servers import SHAPE, serving, settings
 
 from kvarve import __version__, cli
 from kvarve.errors import StorageError
+from kvarve.server import serve as serve_module
 from kvarve.server.serve import Server
 from kvarve.testing.models import tiny_config
 
@@ -22,7 +24,10 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run `kvarve` with these words in this process: the exit code, standard output and standard error."""
-    monkeypatch.setattr(cli, "begin_log", lambda level: None)  # pytest has its own
+    # What a process sets up for itself is pytest's here.
+    monkeypatch.setattr(cli, "begin_log", lambda level: None)
+    monkeypatch.setattr(serve_module, "OncePerSecond", logging.Filter)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def say(*argv: object) -> tuple[int, str, str]:
         code = cli.main([*map(str, argv)])
