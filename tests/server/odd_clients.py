@@ -16,13 +16,9 @@ from talk import LONG_S, Body
 
 HELD = 8  # connections of each client that it neither reads nor closes
 
-PLAIN: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 16, 17, 1 << 31, 1 << 63, -(1 << 63), -(1 << 63) - 1, 1 << 70, 10**400),
-    *(0.0, -0.0, 0.5, 1e308, 5e-324),
-]
 ODD: list[Any] = [
-    *PLAIN,
-    *(float("nan"), float("inf"), float("-inf")),
+    *(None, True, False, 0, 1, -1, 2, 16, 17, 1 << 31, 1 << 63, -(1 << 63), -(1 << 63) - 1, 1 << 70, 10**400),
+    *(0.0, -0.0, 0.5, 1e308, 5e-324, float("nan"), float("inf"), float("-inf")),
     *(
         "",
         "a",
@@ -54,15 +50,10 @@ ODD: list[Any] = [
         ["a", "b"],
     ),
     *({}, {"a": 1}, {"1": 1}, {"1": 1e308}, {"-1": 0}, [0] * 5000, ["a"] * 300, {str(i): i for i in range(1100)}),
+    *({"type": "text"}, {"type": 7}, {"type": "text", "text": "\0"}, {"function": None}),
+    *([{"role": "user", "content": "\0"}], [{"role": "assistant", "tool_calls": [{}]}]),
 ]
-KINDS = [
-    "application/json",
-    "application/json; charset=utf-16",
-    "text/plain",
-    "multipart/form-data; boundary=x",
-    "",
-    "a/b/c",
-]
+KINDS = ["application/json", "application/json; charset=utf-16", "text/plain", "multipart/form-data; boundary=x", ""]
 OTHERS = ["rid", "stream", "return_logprob", "top_logprobs_num", "return_text_in_logprobs", "cache_salt", "extra_key"]
 PARAMS = [
     *("temperature", "top_p", "top_k", "min_p", "logit_bias", "frequency_penalty", "presence_penalty", "stop", "n"),

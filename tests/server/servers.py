@@ -1,20 +1,28 @@
-"""Settings of the tests' servers, and servers in processes of their own."""
+"""Settings of the tests' servers, and servers in processes of their own.
+
+They are deterministic unless told otherwise: a server that computes in batches first tries whether it may, which takes
+most of its start.
+"""
 
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 import forks
+from gates import LONG_S, Gate
 from kvarve.core.policies import Policies
+from kvarve.engine.engine import Engine
 from kvarve.server.serve import Settings
 
 PAGE, CHUNK = 16, 64
+SHAPE = ("--page-tokens", "16", "--chunk-tokens", "64", "--threads", "1", "--deterministic")
+SHAPE += ("--served-model-name", "singer", "--device-memory", "8MiB", "--host-memory", "16MiB")
 
 
 def settings(checkpoint: Path, storage: Path | tuple[str, ...] = (), **more: object) -> Settings:
@@ -23,6 +31,7 @@ def settings(checkpoint: Path, storage: Path | tuple[str, ...] = (), **more: obj
         "chunk_tokens": CHUNK,
         "served_model_name": "singer",
         "port": 0,
+        "deterministic": True,
         "device_memory": 8 << 20,
         "host_memory": 16 << 20,
         "storage": (f"file://{storage}?capacity=64MiB",) if isinstance(storage, Path) else storage,
@@ -31,16 +40,15 @@ def settings(checkpoint: Path, storage: Path | tuple[str, ...] = (), **more: obj
     return Settings(model=str(checkpoint), **(shape | more))  # type: ignore[arg-type]
 
 
-def a_process(*argv: str, **kwargs: Any) -> "subprocess.Popen[str]":
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
-    return forks.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
-
-
 @contextmanager
 def serving(tmp_path: Path, *argv: object) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
     """`kvarve serve` in a real process of its own, and a client to it."""
-    words = [sys.executable, "-m", "kvarve", "serve", "--port", "0", *map(str, argv)]
-    with (tmp_path / "log").open("w") as log, a_process(*words, stderr=log) as process:
+    words = [sys.executable, "-m", "kvarve", "serve", "--port", "0", *SHAPE, *map(str, argv)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
+    with (
+        (tmp_path / "log").open("w") as log,
+        forks.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process,
+    ):
         try:
             assert process.stdout is not None
             told = {}
@@ -54,3 +62,17 @@ def serving(tmp_path: Path, *argv: object) -> Iterator[tuple["subprocess.Popen[s
                 yield process, client
         finally:
             process.kill()
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """The engine takes no turn meanwhile."""
+    gate = Gate()
+    with ThreadPoolExecutor(1) as apart:
+        asked = apart.submit(engine.ask, gate, LONG_S)
+        try:
+            assert gate.begun.wait(LONG_S)
+            yield
+        finally:
+            gate.may_end.set()
+        asked.result(LONG_S)

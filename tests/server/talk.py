@@ -75,6 +75,7 @@ def until(client: httpx.Client, holds: Callable[[dict[str, float]], bool]) -> di
     end = time.monotonic() + LONG_S
     while not holds(now := metrics(client)):
         assert time.monotonic() < end, f"it does not come: {now}"
+        time.sleep(0.01)
     return now
 
 

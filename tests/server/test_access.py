@@ -6,10 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 from servers import settings
-from talk import CHAT, COMPLETIONS, Body, cached, complete, refused
+from talk import CHAT, COMPLETIONS, Body, cached, refused
 
-from kvarve.errors import ConfigError
-from kvarve.server.serve import Server, check_settings
+from kvarve.server.serve import Server
 
 FLUSH, STORAGE = "/flush_cache", "/admin/storage"
 API, ADMIN = "bräda", "gärdsgård"
@@ -62,74 +61,60 @@ def test_a_flush_needs_the_admin_key_if_there_is_one(guarded: httpx.Client) -> N
     assert cached(guarded.post(COMPLETIONS, json=complete_it, headers=bearer(API)).json()) == {}
 
 
-@pytest.mark.parametrize("own_server", [{"admin_key": ADMIN}], indirect=True)
-def test_an_admin_key_alone_guards_the_flush_and_not_the_answers(own_client: httpx.Client) -> None:
-    assert complete(own_client, "hei", max_tokens=1)
-    refused(own_client.post(FLUSH), 401)
-    assert own_client.post(FLUSH, headers=bearer(ADMIN)).status_code == 200
-
-
-@pytest.mark.parametrize("own_server", [{"api_key": API}], indirect=True)
-def test_without_an_admin_key_a_flush_needs_the_api_key(own_client: httpx.Client) -> None:
-    assert "API key" in refused(own_client.post(FLUSH), 401)
-    assert own_client.post(FLUSH, headers=bearer(API)).status_code == 200
-
-
 WRONG = [b"Bearer kex", ADMIN.encode(), b"Bearer", b"bearer " + ADMIN.encode(), b"Basic x", b"Bearer \xff"]
 
 
 def test_each_wrong_key_is_refused_and_the_right_one_passes(guarded: httpx.Client) -> None:
-    for _ in range(5):
-        for wrong in WRONG:
-            response = guarded.put(STORAGE, headers={b"Authorization": wrong})
-            assert "wrong admin key" in refused(response, 401)
-            assert response.headers["www-authenticate"] == "Bearer"
-            assert "API key" in refused(guarded.get("/v1/models", headers={b"Authorization": wrong}), 401)
+    for wrong in WRONG:
+        response = guarded.put(STORAGE, headers={b"Authorization": wrong})
+        assert "wrong admin key" in refused(response, 401)
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert "API key" in refused(guarded.get("/v1/models", headers={b"Authorization": wrong}), 401)
     assert guarded.get(STORAGE, headers=bearer(ADMIN)).status_code == 200
     assert guarded.get("/v1/models", headers=bearer(API)).status_code == 200
 
 
-@pytest.mark.parametrize("own_server", [{"api_key": "k\udcff", "admin_key": "\udcfe"}], indirect=True)
+@pytest.mark.parametrize("own_server", [{"api_key": "k\udcff"}], indirect=True)
 def test_a_key_is_the_bytes_that_the_environment_held(own_client: httpx.Client) -> None:
     """Bytes in the environment that are no UTF-8 read as lone surrogates in Python."""
     assert own_client.get("/v1/models", headers={b"Authorization": b"Bearer k\xff"}).status_code == 200
-    assert own_client.get(STORAGE, headers={b"Authorization": b"Bearer \xfe"}).status_code == 200
     refused(own_client.get("/v1/models", headers={b"Authorization": b"Bearer k\xfe"}), 401)
+    assert "API key" in refused(own_client.post(FLUSH), 401), "without an admin key"
+    assert own_client.post(FLUSH, headers={b"Authorization": b"Bearer k\xff"}).status_code == 200
 
 
-@pytest.mark.parametrize("headers", FROM_A_PAGE, ids=str)
-def test_no_page_in_a_browser_flushes_or_operates(client: httpx.Client, guarded: httpx.Client, headers: Body) -> None:
-    assert "no page" in refused(client.post(FLUSH, headers=headers), 403)
-    assert "no page" in refused(client.post(FLUSH, json={"tiers": "host"}, headers=headers), 403)
-    with_key = bearer(ADMIN) | {name.encode(): value.encode() for name, value in headers.items()}
-    assert "no page" in refused(guarded.put(STORAGE, json={"url": "memory://x?capacity=1GiB"}, headers=with_key), 403)
-    assert "no page" in refused(guarded.delete(STORAGE, headers=with_key), 403)
-
-
-@pytest.mark.parametrize("kind", SIMPLE)
-def test_a_flush_in_a_form_that_a_page_could_send_is_refused(client: httpx.Client, kind: str) -> None:
-    response = client.post(FLUSH, content=b'{"tiers": "host"}', headers={"Content-Type": kind})
-    assert "Content-Type: application/json" in refused(response, 415)
-    assert refused(client.post(FLUSH, headers={"Content-Type": kind}), 415)
-
-
-@pytest.mark.parametrize("kind", [*SIMPLE, None])  # a body without a type needs no preflight either
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_no_page_makes_the_model_compute_by_a_form_without_preflight(
-    client: httpx.Client, path: str, kind: str | None
-) -> None:
-    asked = b'{"prompt": "hei", "max_tokens": 1, "messages": [{"role": "user", "content": "hei"}]}'
+def test_no_page_in_a_browser_flushes_or_operates(client: httpx.Client, guarded: httpx.Client) -> None:
     for headers in FROM_A_PAGE:
-        response = client.post(path, content=asked, headers=headers | ({"Content-Type": kind} if kind else {}))
-        assert "no page" in refused(response, 403)
+        assert "no page" in refused(client.post(FLUSH, headers=headers), 403)
+        assert "no page" in refused(client.post(FLUSH, json={"tiers": "host"}, headers=headers), 403)
+        with_key = bearer(ADMIN) | {name.encode(): value.encode() for name, value in headers.items()}
+        url = {"url": "memory://x?capacity=1GiB"}
+        assert "no page" in refused(guarded.put(STORAGE, json=url, headers=with_key), 403)
+        assert "no page" in refused(guarded.delete(STORAGE, headers=with_key), 403)
 
 
-@pytest.mark.parametrize("headers", FROM_A_PAGE, ids=str)
-def test_a_page_may_ask_what_costs_nothing_and_says_so(client: httpx.Client, headers: Body) -> None:
+def test_a_flush_in_a_form_that_a_page_could_send_is_refused(client: httpx.Client) -> None:
+    for kind in SIMPLE:
+        response = client.post(FLUSH, content=b'{"tiers": "host"}', headers={"Content-Type": kind})
+        assert "Content-Type: application/json" in refused(response, 415)
+        assert refused(client.post(FLUSH, headers={"Content-Type": kind}), 415)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_no_page_makes_the_model_compute_by_a_form_without_preflight(client: httpx.Client, path: str) -> None:
+    asked = b'{"prompt": "hei", "max_tokens": 1, "messages": [{"role": "user", "content": "hei"}]}'
+    for kind in (*SIMPLE, None):  # a body without a type needs no preflight either
+        for headers in FROM_A_PAGE:
+            given = headers | ({"Content-Type": kind} if kind else {})
+            assert "no page" in refused(client.post(path, content=asked, headers=given), 403)
+
+
+def test_a_page_may_ask_what_costs_nothing_and_says_so(client: httpx.Client) -> None:
     """It can read the answer only if it comes from the same site, through a proxy in front of both."""
-    assert client.get("/v1/models", headers=headers).status_code == 200
-    assert client.get("/health", headers=headers).status_code == 200
-    assert client.post(COMPLETIONS, json=ASK, headers=headers).status_code == 200
+    for headers in FROM_A_PAGE:
+        assert client.get("/v1/models", headers=headers).status_code == 200
+        assert client.get("/health", headers=headers).status_code == 200
+        assert client.post(COMPLETIONS, json=ASK, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("headers", [{}, {"Sec-Fetch-Site": "none"}], ids=str)
@@ -144,9 +129,3 @@ def test_json_from_a_client_that_is_no_page_may_have_any_content_type(client: ht
     for kind in SIMPLE:  # `curl -d` says that it sends a form
         asked = {"content": b'{"prompt": "hei", "max_tokens": 1}', "headers": {"Content-Type": kind}}
         assert client.post(COMPLETIONS, **asked).status_code == 200  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("keys", "complaint"), [({"admin_key": " "}, "cannot be empty"), ({"admin_key": "b"}, "not")])
-def test_an_admin_key_that_protects_nothing_is_refused(checkpoint: Path, keys: dict[str, str], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        check_settings(settings(checkpoint, api_key="b", **keys))

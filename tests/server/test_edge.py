@@ -1,17 +1,15 @@
 """TLS, the names and pages that a server answers to, and the drain before it ends."""
 
-import logging
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 import trustme
-from servers import settings
+from servers import held, settings
 from talk import COMPLETIONS, Body, complete, events, refused, stream, until
 
 from kvarve.errors import ConfigError
@@ -22,16 +20,15 @@ ASK: Body = {"prompt": "hei", "max_tokens": 1}
 PAGE = "https://chat.example.com"
 
 
-def test_a_request_that_is_sized_and_chunked_at_once_is_refused_and_its_connection_closed(checkpoint: Path) -> None:
+def test_a_request_that_is_sized_and_chunked_at_once_is_refused_and_its_connection_closed(server: Server) -> None:
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     behind = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with Server(settings(checkpoint)) as server:
-        url = httpx.URL(server.url)
-        with socket.create_connection((url.host, url.port or 0)) as client:
-            client.sendall(head + behind)
-            answer = b"".join(iter(lambda: client.recv(4096), b""))  # until the server has closed it
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port or 0)) as client:
+        client.sendall(head + behind)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))  # until the server has closed it
     assert answer.startswith(b"HTTP/1.1 400 ") and b"two_lengths" in answer
     assert answer.count(b"HTTP/1.1 ") == 1
 
@@ -71,22 +68,14 @@ def test_a_server_with_a_certificate_speaks_https_alone_and_shows_a_renewed_one(
     files, context = written(ca.issue_cert("127.0.0.1"), tmp_path), trusting(ca)
     with Server(settings(checkpoint, **files)) as server, httpx.Client(base_url=server.url, verify=context) as client:
         assert server.url.startswith("https://127.0.0.1:")
-        said = "".join(each["choices"][0]["text"] for each in stream(client, COMPLETIONS, {"prompt": song}))
-        assert said and said == complete(client, song)["choices"][0]["text"]
+        said = "".join(
+            each["choices"][0]["text"] for each in stream(client, COMPLETIONS, {"prompt": song, "max_tokens": 3})
+        )
+        assert said and said == complete(client, song, max_tokens=3)["choices"][0]["text"]
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(server.url + "/health")
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(server.url.replace("https", "http") + "/health")
-        url = httpx.URL(server.url)
-        with (
-            socket.create_connection((url.host, url.port or 0)) as link,
-            context.wrap_socket(link, server_hostname=url.host) as stranger,
-        ):
-            stranger.sendall(b"POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
-            assert stranger.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
-            with pytest.raises(OSError):  # it lingers a second, and reads little
-                while True:
-                    stranger.sendall(b"x" * 4096)
         first = shown_by(server, context)
         written(ca.issue_cert("127.0.0.1"), tmp_path)
         assert shown_by(server, context) == first
@@ -106,7 +95,7 @@ def test_connections_on_which_tls_never_begins_lock_out_nobody(
     with Server(settings(checkpoint, max_connections=16, **files)) as server, ExitStack() as opened:
         client = opened.enter_context(httpx.Client(base_url=server.url, verify=context))
         at = httpx.URL(server.url)
-        silent = [opened.enter_context(socket.create_connection((at.host, at.port or 0))) for _ in range(40)]
+        silent = [opened.enter_context(socket.create_connection((at.host, at.port or 0))) for _ in range(30)]
         now = until(client, lambda now: now["kvarve_closed_connections_total.crowded"] >= len(silent) - 15)
         assert now["kvarve_connections"] == 16
         assert complete(client, song, max_tokens=1)
@@ -120,11 +109,6 @@ def test_a_certificate_that_cannot_be_used_is_one_line(checkpoint: Path, tmp_pat
     (other := tmp_path / "other").mkdir()
     foreign = written(ca.issue_cert("localhost"), other)["tls_key"]
     (tmp_path / "text").write_text("no certificate")
-    locked = tmp_path / "locked.pem"
-    locked.write_text(
-        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIBvTBXBgkqhkiG9w0BBQ0wSjApBgkqhkiG9w0BBQwwHAQI\n"
-        "-----END ENCRYPTED PRIVATE KEY-----\n"
-    )
     for bad, says in (
         ({"tls_key": good["tls_key"]}, "--tls-key needs --tls-cert"),
         ({"tls_cert": tmp_path / "none"}, "none: No such file"),
@@ -132,7 +116,6 @@ def test_a_certificate_that_cannot_be_used_is_one_line(checkpoint: Path, tmp_pat
         ({"tls_cert": good["tls_cert"]}, "--tls-key not given: not a PEM certificate and its key"),
         ({"tls_cert": tmp_path / "text"}, "not a PEM certificate"),
         ({"tls_cert": good["tls_cert"], "tls_key": foreign}, "they do not belong together"),
-        ({"tls_cert": good["tls_cert"], "tls_key": locked}, "not a PEM certificate and its key"),
     ):
         with pytest.raises(ConfigError, match=says) as refusal:
             check_settings(settings(checkpoint, **bad))
@@ -194,21 +177,13 @@ def test_pages_of_a_named_origin_may_ask_and_no_others(own_client: httpx.Client)
     assert "no page" in refused(own_client.post("/flush_cache", headers={"Origin": PAGE}), 403)
 
 
-def test_without_an_origin_no_page_gets_a_preflight(client: httpx.Client) -> None:
-    response = preflight(client, PAGE)
-    assert response.status_code == 405 and "access-control-allow-origin" not in response.headers
-
-
 @pytest.mark.parametrize(
     ("more", "says"),
     [
         ({"cors_origin": ("*",)}, "every page of the web is too many"),
         ({"cors_origin": ("https://a.example/",)}, "is no origin"),
-        ({"cors_origin": ("a.example",)}, "is no origin"),
         ({"allowed_host": ("http://a.example",)}, "is no name"),
-        ({"allowed_host": ("a.example:80",)}, "is no name"),
         ({"drain_s": -1.0}, "a drain takes some seconds"),
-        ({"drain_s": float("nan")}, "a drain takes some seconds"),
         ({"max_connections": 0}, "max connections must be at least 1"),
     ],
     ids=str,
@@ -221,41 +196,23 @@ def test_what_cannot_work_is_refused_before_the_start(checkpoint: Path, more: Bo
 # --- the drain
 
 
-@pytest.fixture
-def draining(checkpoint: Path) -> Iterator[tuple[Server, list[int]]]:
-    """A server, and what its drain says when it is over."""
-    logging.getLogger("kvarve").setLevel(logging.INFO)
-    with Server(settings(checkpoint)) as server:
-        yield server, []
-
-
-def test_a_drain_refuses_new_requests_says_so_and_lets_running_ones_end(
-    draining: tuple[Server, list[int]], song: str
-) -> None:
-    server, left = draining
-    long = {"prompt": song, "max_tokens": 400, "ignore_eos": True, "stream": True}
+def test_a_drain_refuses_new_requests_says_so_and_lets_running_ones_end(own_server: Server, song: str) -> None:
+    server, left = own_server, list[int]()
+    long = {"prompt": song, "max_tokens": 8, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=server.url, timeout=60) as client:
         with client.stream("POST", COMPLETIONS, json=long) as response:
             pieces = events(response)
             next(pieces)
-            drain = threading.Thread(target=lambda: left.append(server.edge.drain.drain(60)))
-            drain.start()
-            while (health := httpx.get(server.url + "/health")).status_code == 200:
-                pass
-            assert "draining" in refused(health, 503) and health.headers["connection"] == "close"
-            late = httpx.post(server.url + COMPLETIONS, json=ASK)
-            assert "draining" in refused(late, 503) and late.headers["retry-after"] == "1"
-            assert httpx.get(server.url + "/metrics").status_code == 200
-            assert not left, "it waits for the stream"
+            with held(server.engine):
+                assert server.edge.drain.drain(0) == 1, "without patience it says how many are left"
+                drain = threading.Thread(target=lambda: left.append(server.edge.drain.drain(60)))
+                drain.start()
+                health = httpx.get(server.url + "/health")
+                assert "draining" in refused(health, 503) and health.headers["connection"] == "close"
+                late = httpx.post(server.url + COMPLETIONS, json=ASK)
+                assert "draining" in refused(late, 503) and late.headers["retry-after"] == "1"
+                assert httpx.get(server.url + "/metrics").status_code == 200
+                assert not left, "it waits for the stream"
             last = [each for each in pieces if each["choices"]][-1]
         drain.join()
     assert left == [0] and last["choices"][0]["finish_reason"] == "length"
-
-
-def test_a_drain_without_patience_says_how_many_are_left(draining: tuple[Server, list[int]], song: str) -> None:
-    server, _ = draining
-    endless = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", server.url + COMPLETIONS, json=endless, timeout=60) as response:
-        lines = response.iter_lines()
-        next(lines)
-        assert server.edge.drain.drain(0) == 1

@@ -20,8 +20,10 @@ def named(*models: str) -> list[str]:
     return sorted({name for model in (*models, *EVERYWHERE) for name in OTHERS[model]})
 
 
-BOTH = [(ChatRequest, name) for name in named("vllm_chat", "sglang_chat", "openai")]
-BOTH += [(CompletionRequest, name) for name in named("vllm_completion", "sglang_completion")]
+THEIRS: dict[type[RequestBody], list[str]] = {
+    ChatRequest: named("vllm_chat", "sglang_chat", "openai"),
+    CompletionRequest: named("vllm_completion", "sglang_completion"),
+}
 
 
 def ask(kind: type[RequestBody], **given: Any) -> RequestBody:
@@ -29,10 +31,11 @@ def ask(kind: type[RequestBody], **given: Any) -> RequestBody:
     return parse(kind, json.dumps(least | given).encode())
 
 
-@pytest.mark.parametrize(("kind", "name"), BOTH)
-def test_every_known_field_has_one_fate(kind: type[RequestBody], name: str) -> None:
-    fates = [name in kind.model_fields, name in kind.refused, name in HARMLESS]
-    assert sum(fates) == 1, dict(zip(("obeyed", "refused", "harmless"), fates, strict=True))
+@pytest.mark.parametrize("kind", THEIRS)
+def test_every_known_field_has_one_fate(kind: type[RequestBody]) -> None:
+    for name in THEIRS[kind]:
+        fates = [name in kind.model_fields, name in kind.refused, name in HARMLESS]
+        assert sum(fates) == 1, (name, dict(zip(("obeyed", "refused", "harmless"), fates, strict=True)))
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, Message])
@@ -44,38 +47,29 @@ def test_no_list_contradicts_another(kind: Any) -> None:
 
 # A value that asks for something, where the default below would not.
 ASKS: dict[str, Any] = {"function_call": {"name": "f"}, "tool_choice": "required", "modalities": ["audio"]}
-REFUSED = [(kind, name) for kind in (ChatRequest, CompletionRequest) for name in kind.refused]
 
 
-@pytest.mark.parametrize(("kind", "name"), REFUSED)
-def test_what_would_change_an_answer_is_refused_by_its_name_unless_it_asks_for_nothing(
-    kind: type[RequestBody], name: str
-) -> None:
-    with pytest.raises(Refused, match=f"^{name} is not supported: ") as caught:
-        ask(kind, **{name: ASKS.get(name, {"asks": "for something"})})
-    assert (caught.value.status, caught.value.param) == (400, name)
-    assert caught.value.code == "unsupported_parameter"
-    for neutral in (None, *kind.refused[name]):
-        asked = ask(kind, **{name: neutral})
-        assert not [*asked.unread()]
-        if isinstance(neutral, bool):
-            with pytest.raises(Refused):
-                ask(kind, **{name: not neutral})
-            with pytest.raises(Refused):
-                ask(kind, **{name: int(neutral)})
+@pytest.mark.parametrize("kind", THEIRS)
+def test_what_would_change_an_answer_is_refused_by_its_name_unless_it_asks_for_nothing(kind: type[RequestBody]) -> None:
+    for name, neutrals in kind.refused.items():
+        with pytest.raises(Refused, match=f"^{name} is not supported: ") as caught:
+            ask(kind, **{name: ASKS.get(name, {"asks": "for something"})})
+        told = caught.value
+        assert (told.status, told.param, told.code) == (400, name, "unsupported_parameter")
+        for neutral in (None, *neutrals):
+            assert not [*ask(kind, **{name: neutral}).unread()]
+            for other in (not neutral, int(neutral)) if isinstance(neutral, bool) else ():
+                with pytest.raises(Refused):
+                    ask(kind, **{name: other})
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         ({"max_new_tokens": 5}, "max_new_tokens is not supported: max_tokens is its name here"),
-        ({"min_new_tokens": 5}, "min_tokens is its name here"),
-        ({"sampling_seed": 5}, "seed is its name here"),
         ({"enable_thinking": False}, "chat_template_kwargs is its name here"),
-        ({"typical_p": 0.9}, "typical_p is not supported: leave it out"),
         ({"regex": "a+"}, "regex is not supported: leave it out"),
         ({"lora_path": "tenant-b"}, "lora_path is not supported"),
-        ({"best_of": 2}, "best_of is not supported"),
         (
             {"stream": True, "stream_options": {"continuous_usage_stats": True}},
             "stream_options.continuous_usage_stats is",
@@ -94,10 +88,12 @@ def test_an_error_names_the_supported_field(client: httpx.Client, given: Body, t
 @pytest.mark.parametrize(
     "harmless",
     [
-        {"best_of": 1, "typical_p": 1, "regex": None, "use_beam_search": False, "echo": False, "n": 1},
+        {"best_of": 1, "typical_p": 1, "regex": None, "use_beam_search": False, "echo": False},
         {"typical_p": 1.0, "length_penalty": 1.0, "custom_params": {}, "ec_transfer_params": {}, "stop_regex": []},
         {"parallel_tool_calls": False, "tools": [], "session_id": "7", "priority": 3, "extra_key": ""},
         {"response_format": {"type": "text"}, "add_special_tokens": True, "watermark": {"enabled": False}},
+        {"n": 1, "logprobs": None, "suffix": "", "logit_bias": {}, "frequency_penalty": 0, "top_k": -1, "min_p": 0},
+        {"temperature": None, "top_p": None, "seed": None, "stop": None, "stream": None, "stream_options": None},
     ],
     ids=str,
 )
@@ -108,25 +104,14 @@ def test_what_asks_for_nothing_is_accepted(client: httpx.Client, harmless: Body)
 TOOLS = [{"type": "function", "function": {"name": "depth", "description": "", "parameters": {}}}]
 
 
-@pytest.mark.parametrize(
-    ("more", "accepted"),
-    [
-        ({"parallel_tool_calls": False}, True),
-        ({"parallel_tool_calls": True, "tools": TOOLS}, True),
-        ({"parallel_tool_calls": False, "tools": []}, True),
-        ({"parallel_tool_calls": False, "tools": TOOLS, "tool_choice": "none"}, True),
-        ({"parallel_tool_calls": False, "tools": TOOLS}, False),
-        ({"parallel_tool_calls": False, "tools": TOOLS, "tool_choice": "auto"}, False),
-    ],
-    ids=str,
-)
-def test_one_tool_call_at_a_time_is_promised_only_where_no_tool_is_offered(more: Body, accepted: bool) -> None:
-    if accepted:
-        assert ask(ChatRequest, **more)
-        return
-    with pytest.raises(Refused) as caught:
-        ask(ChatRequest, **more)
-    assert (caught.value.param, caught.value.code) == ("parallel_tool_calls", "unsupported_parameter")
+def test_one_tool_call_at_a_time_is_promised_only_where_no_tool_is_offered() -> None:
+    for more in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        assert ask(ChatRequest, parallel_tool_calls=False, **more)
+    assert ask(ChatRequest, parallel_tool_calls=True, tools=TOOLS)
+    for more in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "auto"}):
+        with pytest.raises(Refused) as caught:
+            ask(ChatRequest, parallel_tool_calls=False, **more)
+        assert (caught.value.param, caught.value.code) == ("parallel_tool_calls", "unsupported_parameter")
 
 
 @pytest.mark.parametrize(
@@ -144,24 +129,19 @@ def test_a_field_of_a_message_that_the_template_would_not_see_is_refused(client:
 
 def test_a_request_with_another_extra_key_hits_nothing(client: httpx.Client, song: str, salt: str) -> None:
     def found(**tenant: str) -> int:
-        return sum(cached(complete(client, song * 3, max_tokens=1, **tenant)).values())
+        return sum(cached(complete(client, song * 2, max_tokens=1, **tenant)).values())
 
     tenants: list[dict[str, str]] = [
         {"extra_key": salt},
         {"cache_salt": salt},
-        {"extra_key": salt + "b"},
         {"cache_salt": salt, "extra_key": "b"},
-        {"cache_salt": salt, "extra_key": salt},
-        {"cache_salt": salt + "b"},
-        {"cache_salt": json.dumps([salt, "b"])},
         {"cache_salt": json.dumps([None, salt])},
-        {"extra_key": json.dumps([salt, "b"])},
     ]
     for tenant in tenants:
         assert found(**tenant) == 0, tenant
     for tenant in tenants:
-        assert found(**tenant) == 128, tenant
-    assert found(cache_salt=salt, extra_key="") == 128  # "" is none, as in SGLang
+        assert found(**tenant) == 64, tenant
+    assert found(cache_salt=salt, extra_key="") == 64  # "" is none, as in SGLang
 
 
 def test_two_parts_of_a_salt_never_read_as_others() -> None:

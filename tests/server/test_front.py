@@ -4,11 +4,10 @@ The replicas are small servers of this test, so that they end and come back when
 """
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from inspect import Signature, signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +16,6 @@ import httpx
 import pytest
 from fastapi import Request
 
-from kvarve.routing import BLOCK_BYTES
 from kvarve.server import front as front_module
 from kvarve.server import replicas as replicas_module
 from kvarve.server.access import Access
@@ -25,7 +23,7 @@ from kvarve.server.api import Refused
 from kvarve.server.front import Front
 from kvarve.server.keyfile import Keyring
 from kvarve.server.observed import Seen
-from kvarve.server.replicas import LOOK_S, SLOW_S, Replica, Replicas
+from kvarve.server.replicas import Replica, Replicas
 from kvarve.server.settings import Settings
 from kvarve.server.stopped import BEFORE, DURING, ENGINE
 
@@ -36,8 +34,7 @@ SETTINGS = cast(Settings, SimpleNamespace(dp=2, kv_events_config=None))
 class Served:
     """A replica's place: what listens there notes each request and answers it, or ends with it."""
 
-    def __init__(self, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(replicas_module, "replace", lambda settings, **_: settings)
+    def __init__(self, number: int, folder: Path) -> None:
         self.replica = Replica(number, SETTINGS, folder)
         self.asked: list[str] = []
         self.ends = False  # with the next request
@@ -75,9 +72,9 @@ class Served:
 
 
 @asynccontextmanager
-async def a_front(places: list[Served], keys: Keyring | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def a_front(places: list[Served], keys: Keyring) -> AsyncIterator[httpx.AsyncClient]:
     group = SimpleNamespace(all=[place.replica for place in places], ended=[])
-    front = Front(cast(Replicas, group), 1 << 20, Access(keys or Keyring()), lambda app: app)
+    front = Front(cast(Replicas, group), 1 << 20, Access(keys), lambda app: app)
     for place in places:
         await place.start()
     try:
@@ -97,265 +94,153 @@ async def until(true: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-Play = Callable[[list[Served], httpx.AsyncClient], Awaitable[None]]
+def played(play: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """The test that a play of two places and a client of their front is; its other arguments are fixtures."""
+
+    def test(tmp_path: Path, keys: Keyring, **fixtures: Any) -> None:
+        async def whole() -> None:
+            places = [Served(number, tmp_path) for number in range(2)]
+            async with a_front(places, keys) as client:
+                await play(places, client, **fixtures)
+
+        asyncio.run(whole())
+
+    own, asked = ([*signature(each).parameters.values()] for each in (test, play))
+    test.__signature__ = Signature(own[:2] + asked[2:])  # type: ignore[attr-defined]
+    return test
 
 
-def played(play: Play, folder: Path, monkeypatch: pytest.MonkeyPatch, keys: Keyring | None = None) -> None:
-    async def whole() -> None:
-        places = [Served(number, folder, monkeypatch) for number in range(2)]
-        async with a_front(places, keys) as client:
-            await play(places, client)
-
-    asyncio.run(whole())
+@pytest.fixture
+def keys() -> Keyring:
+    return Keyring()
 
 
-def test_a_request_outlives_the_end_of_all_replicas_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_module, "replace", lambda settings, **_: settings)
+
+
+@played
+async def test_a_request_outlives_the_end_of_all_replicas_at_once(
+    places: list[Served], client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        for place in places:
-            place.ends = True
-        asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
-        await until(lambda: all(place.asked for place in places))
-        # Their ends have not been seen yet: the front goes on trying them, and finds nothing there.
-        await until(lambda: sum("goes to another" in each for each in caplog.messages) >= 6)
-        places[1].ends = False
-        await places[1].start()
-        answer = await asked
-        assert (answer.status_code, answer.json()) == (200, {"served": 1})
-
-    played(play, tmp_path, monkeypatch)
+    for place in places:
+        place.ends = True
+    asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+    await until(lambda: all(place.asked for place in places))
+    # Their ends have not been seen yet: the front goes on trying them, and finds nothing there.
+    await until(lambda: sum("goes to another" in each for each in caplog.messages) >= 6)
+    places[1].ends = False
+    await places[1].start()
+    answer = await asked
+    assert (answer.status_code, answer.json()) == (200, {"served": 1})
 
 
-def test_a_request_that_ends_every_replica_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        async def keep() -> None:
-            while True:
-                for place in places:
-                    place.ends = True
-                    if place._server is None:
-                        await place.start()
-                await asyncio.sleep(0.01)
-
-        keeping = asyncio.ensure_future(keep())
-        answer = await client.post("/v1/completions", json={"prompt": "x"})
-        keeping.cancel()
-        assert answer.status_code == 502, "it may be what ends them"
-        assert sum(len(place.asked) for place in places) == 3
-
-    played(play, tmp_path, monkeypatch)
-
-
-def test_a_replica_that_was_started_again_has_the_storage_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_a_replica_that_was_started_again_has_the_storage_of_the_others(
+    places: list[Served], client: httpx.AsyncClient
 ) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        first, other = places
-        changes = [{"storage": "file:///a", "write_policy": "x"}, {"storage": "file:///b"}, {"storage": "file:///c"}]
-        for change in changes:
-            assert (await client.put("/admin/storage", json=change)).status_code == 200
-        assert first.asked == other.asked and len(other.asked) == 3
-        await other.stop()
-        other.asked.clear()
-        await other.start()
-        first.replica.up = False
-        await client.post("/v1/completions", json={"prompt": "x"})
-        await client.post("/v1/completions", json={"prompt": "y"})
-        told = [each.split(" ")[0] for each in other.asked]
-        assert told == ["PUT", "PUT", "POST", "POST"], "once, before any request; none that a later one makes up for"
-        assert "/a" in other.asked[0] and "/c" in other.asked[1]
-
-    played(play, tmp_path, monkeypatch)
+    first, other = places
+    changes = [{"storage": "file:///a", "write_policy": "x"}, {"storage": "file:///b"}, {"storage": "file:///c"}]
+    for change in changes:
+        assert (await client.put("/admin/storage", json=change)).status_code == 200
+    assert first.asked == other.asked and len(other.asked) == 3
+    await other.stop()
+    other.asked.clear()
+    await other.start()
+    first.replica.up = False
+    await client.post("/v1/completions", json={"prompt": "x"})
+    await client.post("/v1/completions", json={"prompt": "y"})
+    told = [each.split(" ")[0] for each in other.asked]
+    assert told == ["PUT", "PUT", "POST", "POST"], "once, before any request; none that a later one makes up for"
+    assert "/a" in other.asked[0] and "/c" in other.asked[1]
 
 
-def test_a_call_to_all_that_hangs_at_one_keeps_no_other_that_was_started_again_from_serving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_a_change_that_one_replica_refuses_is_not_told_to_one_that_comes_back(
+    places: list[Served], client: httpx.AsyncClient
 ) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        first, other = places
-        assert (await client.put("/admin/storage", json={"storage": "file:///a"})).status_code == 200
-        other.hangs = asyncio.Event()
-        asking = asyncio.ensure_future(client.get("/admin/storage"))
-        await until(lambda: len(other.asked) == 2)
-        await first.stop()
-        await first.start()
-        other.replica.up = False
-        assert (await client.post("/v1/completions", json={"prompt": "x"})).json() == {"served": 0}
-        assert not asking.done()
-        other.hangs.set()
-        assert (await asking).status_code == 200
-
-    played(play, tmp_path, monkeypatch)
+    first, other = places
+    other.status = 409
+    answer = await client.put("/admin/storage", json={"storage": "file:///a"})
+    assert answer.status_code == 409
+    assert answer.json()["error"]["message"] == "replica 1: status 409; replicas that have done it: 0"
+    other.status = 200
+    await first.stop()
+    first.asked.clear()
+    await first.start()
+    other.replica.up = False
+    await client.post("/v1/completions", json={"prompt": "x"})
+    assert [each.split(" ")[0] for each in first.asked] == ["POST"]
 
 
-def test_a_change_that_a_replica_is_told_is_told_once_if_the_client_leaves_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_a_change_reaches_a_replica_that_does_not_serve_once_it_does(
+    places: list[Served], client: httpx.AsyncClient
 ) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        first, other = places
-        assert (await client.put("/admin/storage", json={"storage": "file:///a"})).status_code == 200
-        await other.stop()
-        await other.start()
-        other.asked.clear()
-        other.hangs, first.replica.up = asyncio.Event(), False
-        asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
-        await until(lambda: other.asked)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        other.hangs.set()
-        await client.post("/v1/completions", json={"prompt": "y"})
-        assert [each.split(" ")[0] for each in other.asked] == ["PUT", "POST"]
-
-    played(play, tmp_path, monkeypatch)
-
-
-def test_health_is_answered_at_once_while_no_replica_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        for place in places:
-            place.replica.up = False
-        for path in ("/health", "/health_generate"):
-            assert (await client.get(path)).status_code == 503
-
-    monkeypatch.setattr(front_module, "WAIT_S", 10 * PATIENCE_S)
-    played(play, tmp_path, monkeypatch)
+    first, other = places
+    other.replica.up = False  # its end has been seen
+    answer = await client.put("/admin/storage", json={"storage": "file:///a"})
+    whole = {"served": 0, "replicas": [{"served": 0}], "not_serving": [1]}
+    assert (answer.status_code, answer.json()) == (200, whole)
+    await other.stop()
+    await other.start()
+    await other.stop()  # unseen
+    answer = await client.put("/admin/storage", json={"storage": "file:///b"})
+    assert (answer.status_code, answer.json()) == (200, whole)
+    await other.start()
+    first.replica.up = False
+    await client.post("/v1/completions", json={"prompt": "x"})
+    assert [each.split(" ")[0] for each in other.asked] == ["PUT", "POST"] and "/b" in other.asked[0]
+    other.replica.up = False
+    answer = await client.put("/admin/storage", json={"storage": "file:///c"})
+    assert answer.status_code == 503 and "no replica serves" in answer.text
 
 
-def test_a_change_that_one_replica_refuses_is_not_told_to_one_that_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_a_change_is_told_again_to_a_replica_whose_connection_alone_has_ended(
+    places: list[Served], client: httpx.AsyncClient
 ) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        first, other = places
-        other.status = 409
-        assert (await client.put("/admin/storage", json={"storage": "file:///a"})).status_code == 409
-        other.status = 200
-        await first.stop()
-        first.asked.clear()
-        await first.start()
-        other.replica.up = False
-        await client.post("/v1/completions", json={"prompt": "x"})
-        assert [each.split(" ")[0] for each in first.asked] == ["POST"]
-
-    played(play, tmp_path, monkeypatch)
+    first, other = places
+    other.ends = True
+    answer = await client.put("/admin/storage", json={"storage": "file:///a"})
+    assert answer.status_code == 200 and answer.json()["not_serving"] == [1]
+    other.ends, first.replica.up = False, False
+    await other.start()
+    other.replica.starts -= 1
+    await client.post("/v1/completions", json={"prompt": "x"})
+    assert [each.split(" ")[0] for each in other.asked] == ["PUT", "PUT", "POST"]
 
 
-def test_a_change_reaches_a_replica_that_does_not_serve_once_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_a_flush_is_made_by_all_replicas_at_once_so_that_its_time_is_that_of_each(
+    places: list[Served], client: httpx.AsyncClient
 ) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        first, other = places
-        other.replica.up = False  # its end has been seen
-        answer = await client.put("/admin/storage", json={"storage": "file:///a"})
-        whole = {"served": 0, "replicas": [{"served": 0}], "not_serving": [1]}
-        assert (answer.status_code, answer.json()) == (200, whole)
-        await other.stop()
-        await other.start()
-        await other.stop()  # unseen
-        answer = await client.put("/admin/storage", json={"storage": "file:///b"})
-        assert (answer.status_code, answer.json()) == (200, whole)
-        await other.start()
-        first.replica.up = False
-        await client.post("/v1/completions", json={"prompt": "x"})
-        assert [each.split(" ")[0] for each in other.asked] == ["PUT", "POST"] and "/b" in other.asked[0]
-        other.replica.up = False
-        answer = await client.put("/admin/storage", json={"storage": "file:///c"})
-        assert answer.status_code == 503 and "no replica serves" in answer.text
-
-    played(play, tmp_path, monkeypatch)
-
-
-def test_a_change_is_told_again_to_a_replica_whose_connection_alone_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        first, other = places
-        other.ends = True
-        answer = await client.put("/admin/storage", json={"storage": "file:///a"})
-        assert answer.status_code == 200 and answer.json()["not_serving"] == [1]
-        other.ends, first.replica.up = False, False
-        await other.start()
-        other.replica.starts -= 1
-        await client.post("/v1/completions", json={"prompt": "x"})
-        assert [each.split(" ")[0] for each in other.asked] == ["PUT", "PUT", "POST"]
-
-    played(play, tmp_path, monkeypatch)
-
-
-def test_a_change_that_may_have_ended_the_first_replica_is_told_to_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        first, other = places
-        first.ends = True
-        answer = await client.put("/admin/storage", json={"storage": "file:///a"})
-        assert answer.status_code == 502 and "no replica has done it" in answer.text and not other.asked
-
-    played(play, tmp_path, monkeypatch)
-
-
-def test_a_change_that_a_later_replica_refuses_says_which_have_done_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        places[1].status = 409
-        answer = await client.put("/admin/storage", json={"storage": "file:///a"})
-        assert answer.status_code == 409
-        assert answer.json()["error"]["message"] == "replica 1: status 409; replicas that have done it: 0"
-
-    played(play, tmp_path, monkeypatch)
-
-
-def test_a_flush_is_made_by_all_replicas_at_once_so_that_its_time_is_that_of_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        first, other = places
-        first.hangs = asyncio.Event()
-        flushing = asyncio.ensure_future(client.post("/flush_cache?timeout=1"))
-        await until(lambda: first.asked and other.asked)
-        first.hangs.set()
-        assert (await flushing).json() == {"served": 0, "replicas": [{"served": 0}, {"served": 1}]}
-        first.hangs, first.ends = None, True
-        answer = await client.post("/flush_cache")
-        assert answer.status_code == 502 and "replica 0 has ended, perhaps of this" in answer.text
-
-    played(play, tmp_path, monkeypatch)
+    first, other = places
+    first.hangs = asyncio.Event()
+    flushing = asyncio.ensure_future(client.post("/flush_cache?timeout=1"))
+    await until(lambda: first.asked and other.asked)
+    first.hangs.set()
+    assert (await flushing).json() == {"served": 0, "replicas": [{"served": 0}, {"served": 1}]}
+    first.hangs, first.ends = None, True
+    answer = await client.post("/flush_cache")
+    assert answer.status_code == 502 and "replica 0 has ended, perhaps of this" in answer.text
 
 
 @pytest.mark.parametrize("how", [BEFORE, DURING])
-def test_a_request_to_an_engine_that_has_stopped_goes_to_another_replica(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_a_request_to_an_engine_that_has_stopped_goes_to_another_replica(
+    places: list[Served], client: httpx.AsyncClient, how: str
 ) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        for place in places:
-            place.status, place.headers = 500, f"{ENGINE}: {how}\r\n"
-        asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
-        if how == DURING:  # it may be what stops them
-            assert (await asked).status_code == 502 and sum(len(place.asked) for place in places) == 3
-        else:
-            await until(lambda: sum(len(place.asked) for place in places) >= 6)
-            places[1].status, places[1].headers = 200, ""
-            assert (await asked).json() == {"served": 1}
-
-    played(play, tmp_path, monkeypatch)
-
-
-def test_a_replica_that_has_not_answered_for_a_while_gets_new_requests_only_if_no_other_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        async def served() -> int:
-            answer = await client.post("/v1/completions", json={"prompt": "x" * 4 * BLOCK_BYTES})
-            return int(answer.json()["served"])
-
-        chosen = await served()
-        assert await served() == chosen, "it has the prompt"
-        places[chosen].replica._health.unanswered = round(2 * SLOW_S / LOOK_S)
-        assert await served() == 1 - chosen
-        places[1 - chosen].replica.up = False
-        assert await served() == chosen
-
-    played(play, tmp_path, monkeypatch)
+    for place in places:
+        place.status, place.headers = 500, f"{ENGINE}: {how}\r\n"
+    asked = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+    if how == DURING:  # it may be what stops them
+        assert (await asked).status_code == 502 and sum(len(place.asked) for place in places) == 3
+    else:
+        await until(lambda: sum(len(place.asked) for place in places) >= 6)
+        places[1].status, places[1].headers = 200, ""
+        assert (await asked).json() == {"served": 1}
 
 
 @pytest.mark.parametrize(("last", "told"), [(b"data: {}\n\n", True), (b'data: {"choi', False)])
@@ -382,67 +267,28 @@ def test_a_stream_whose_replica_ends_says_so_between_events_and_does_not_look_wh
     asyncio.run(play())
 
 
-def hangs(number: int, settings: Settings, parent: int) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def test_a_replica_that_hangs_before_it_serves_is_killed_and_due_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas_module, "_serve", hangs)
-    monkeypatch.setattr(replicas_module, "replace", lambda settings, **_: settings)
-    patient, hasty = (Replica(number, SETTINGS, tmp_path, start_s) for number, start_s in enumerate((3600.0, 0.0)))
-    for each in (patient, hasty):
-        each.start()
-    try:
-        assert not patient.look() and not patient.over
-        assert hasty.look() and hasty.over and not hasty.up
-        end = time.monotonic() + PATIENCE_S
-        while not hasty.due():  # after a pause, since it did not live long
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    finally:
-        patient._kill()
-
-
+@pytest.mark.parametrize("keys", [Keyring(api_key="a", admin_key="b")])
 @pytest.mark.parametrize("path", ["/v1/completions", "/admin/storage", "/no/such/path"])
-def test_no_body_is_read_for_a_client_without_a_key(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        read = list[bytes]()
-
-        async def body() -> AsyncIterator[bytes]:
-            for _ in range(3):
-                read.append(b" ")
-                yield b" "
-
-        for headers in ({}, {"authorization": "Bearer c"}):
-            for content in (body(), b"{}"):
-                answer = await client.put(path, content=content, headers=headers)
-                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-        assert not read and not any(place.asked for place in places)
-        for key in ("a", "b"):  # whether it opens this is for the replicas to say
-            answer = await client.put(path, content=b"{}", headers={"authorization": f"Bearer {key}"})
-            assert answer.status_code == 200
-        assert (await client.get("/v1/models")).status_code == 200
-
-    played(play, tmp_path, monkeypatch, Keyring(api_key="a", admin_key="b"))
-
-
-@pytest.mark.parametrize("one", [b"[]", b"{}"])
-def test_a_body_of_too_many_values_is_not_parsed_to_find_its_replica(
-    one: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@played
+async def test_no_body_is_read_for_a_client_without_a_key(
+    places: list[Served], client: httpx.AsyncClient, path: str
 ) -> None:
-    def parsed(text: bytes) -> None:
-        raise AssertionError(f"{len(text)} bytes are parsed")
+    read = list[bytes]()
 
-    async def play(places: list[Served], client: httpx.AsyncClient) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(front_module, "MOST_TOKENS", 1 << 16)
-            patch.setattr(front_module, "json", SimpleNamespace(loads=parsed))
-            answer = await client.post("/v1/completions", content=b'{"prompt": [' + (one + b", ") * (1 << 17) + b"7]}")
-        assert answer.status_code == 200 and sum(len(place.asked) for place in places) == 1, "the replica refuses it"
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            read.append(b" ")
+            yield b" "
 
-    played(play, tmp_path, monkeypatch)
+    for headers in ({}, {"authorization": "Bearer c"}):
+        for content in (body(), b"{}"):
+            answer = await client.put(path, content=content, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert not read and not any(place.asked for place in places)
+    for key in ("a", "b"):  # whether it opens this is for the replicas to say
+        answer = await client.put(path, content=b"{}", headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+    assert (await client.get("/v1/models")).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/./admin/storage", "/x/../admin/storage", "/x/../../flush_cache", "/health/.."])

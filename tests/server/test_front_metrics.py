@@ -43,8 +43,3 @@ def test_each_replicas_series_has_its_number_and_the_front_counts_what_it_reject
     assert found[rejected, "replica=front", "status=503"] == 4.0
     assert (rejected, "replica=front", "status=200") not in found
     assert found["kvarve_responses_total", "method=GET", "replica=front", "route=/metrics", "status=200"] == 9.0
-
-
-def test_a_text_that_was_cut_off_hides_no_other(tmp_path: Path) -> None:
-    found = samples(merged([(0, TEXT[:-30]), (1, TEXT)], front_families((), Responses())))
-    assert ("vllm:num_requests_running", "engine=1", "model_name=m", "replica=1") in found

@@ -1,7 +1,7 @@
 """Whatever a client sends to /generate, however it sends it and wherever it leaves: no answer is a bug.
 
-Bodies are valid ones, altered as data, as text and on their way. The short form sends the same requests in each run.
-The long one (`make test-fuzzed`) goes on for half an hour, with another seed each time, which it prints; KVARVE_SEED
+Bodies are valid ones, altered as data, as text and on their way. One test sends the same requests in each run.
+The other one (`make test-fuzzed`) goes on for half an hour, with another seed each time, which it prints; KVARVE_SEED
 repeats one, KVARVE_MINUTES says how long.
 """
 
@@ -51,6 +51,7 @@ def fuzz(
     return sum((got for got, _ in found), Counter[int]()), sum(unread for _, unread in found)
 
 
+@pytest.mark.long
 def test_no_request_for_an_answer_is_a_bug_or_leaves_anything_behind(server: Server, client: httpx.Client) -> None:
     print(f"seed {SEED}")
     left = Left(server, client)

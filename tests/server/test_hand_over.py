@@ -1,6 +1,6 @@
 """One server prefills, another decodes: the ticket goes over in `kv_transfer_params`, the pages through a storage."""
 
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,21 @@ SHARED = 2 * CHUNK  # tokens of three songs, in whole chunks
 PREFILL: Body = {"max_tokens": 1, "kv_transfer_params": {"hand_over_s": 60}}
 
 
-@pytest.fixture(scope="module")
-def decode(checkpoint: Path, storage: Path) -> Iterator[httpx.Client]:
-    """Another server on the storage of the first."""
-    with Server(settings(checkpoint, storage)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
-
-
 def handed_over(client: httpx.Client, prompt: str, **more: Any) -> Body:
     """The ticket of the prefill server for the one that decodes; stores of its pages may still be in flight."""
     return dict(complete(client, prompt, **PREFILL | more)["kv_transfer_params"])
 
 
 def test_what_one_server_prefills_another_decodes_with_the_same_answer(
-    client: httpx.Client, decode: httpx.Client, song: str, salt: str
+    checkpoint: Path, tmp_path: Path, song: str, salt: str
 ) -> None:
-    alone = complete(client, song * 3, max_tokens=20, cache_salt="another")
-    given = handed_over(client, song * 3, cache_salt=salt)
-    assert {*given} == {"ticket"}
-    answer = complete(decode, song * 3, max_tokens=20, cache_salt=salt, kv_transfer_params=given)
+    with ExitStack() as opened:
+        servers = [opened.enter_context(Server(settings(checkpoint, tmp_path / "pages"))) for _ in range(2)]
+        client, decode = (opened.enter_context(httpx.Client(base_url=each.url, timeout=60)) for each in servers)
+        alone = complete(client, song * 3, max_tokens=4, cache_salt="another")
+        given = handed_over(client, song * 3, cache_salt=salt)
+        assert {*given} == {"ticket"}
+        answer = complete(decode, song * 3, max_tokens=4, cache_salt=salt, kv_transfer_params=given)
     assert answer["choices"] == alone["choices"]
     assert cached(answer) == {"storage": SHARED}
     assert "kv_transfer_params" not in answer
@@ -53,7 +49,7 @@ def test_a_stream_has_the_ticket_beside_the_reason_why_it_ended(client: httpx.Cl
 
 def test_a_long_answer_does_not_change_for_which_prompt_its_ticket_is(client: httpx.Client, song: str) -> None:
     short = complete(client, song * 3, **PREFILL)["kv_transfer_params"]["ticket"]
-    long = complete(client, song * 3, **PREFILL | {"max_tokens": 200, "ignore_eos": True})
+    long = complete(client, song * 3, **PREFILL | {"max_tokens": 110, "ignore_eos": True})
     assert long["kv_transfer_params"]["ticket"] | {"until_s": 0} == short | {"until_s": 0}
 
 
@@ -71,11 +67,8 @@ def test_a_prompt_of_several_answers_is_handed_over_once(client: httpx.Client, s
     ("changes", "told"),
     [
         ({"ranks": 2}, "another sharding"),
-        ({"layout": "kvarve-page/1"}, "layout 'kvarve-page/1'"),
         ({"model": "ab" * 32}, "another model"),
-        ({"root": "ab" * 32}, "another salt"),
         ({"key": "ab" * 32}, "another prompt"),
-        ({"boundary": "8"}, "boundary is of type int"),
         ({"more": 1}, "exactly these fields"),
         ({"until_s": 1e300}, "until_s is too large, or no number"),
     ],
@@ -96,9 +89,6 @@ def test_a_ticket_of_something_else_is_one_clear_error(
     ("given", "told"),
     [
         ({"do_remote_decode": True}, "has no 'do_remote_decode' here: send {\"hand_over_s\": SECONDS}"),
-        ({"hand_over_s": "60"}, "kv_transfer_params.hand_over_s: Input should be a valid number"),
-        ({"hand_over_s": True}, "should be a valid number"),
-        ({"hand_over_s": -1}, "should be greater than or equal to 0"),
         ({"hand_over_s": LONGEST_HAND_OVER_S + 1}, "should be less than or equal to 86400"),
         ({"ticket": "of paper"}, "a ticket is an object"),
         ([], "kv_transfer_params: Input should be"),
@@ -111,21 +101,18 @@ def test_what_is_no_hand_over_is_refused(client: httpx.Client, given: Any, told:
     assert response.json()["error"]["param"] == "kv_transfer_params"
 
 
-@pytest.mark.parametrize("given", [None, {}, {"ticket": None, "hand_over_s": None}])
-def test_a_request_that_does_not_ask_for_a_ticket_gets_none(client: httpx.Client, given: Any) -> None:
-    assert "kv_transfer_params" not in complete(client, "hei", max_tokens=1, kv_transfer_params=given)
+def test_a_request_that_does_not_ask_for_a_ticket_gets_none(client: httpx.Client) -> None:
+    for given in (None, {}, {"ticket": None, "hand_over_s": None}):
+        assert "kv_transfer_params" not in complete(client, "hei", max_tokens=1, kv_transfer_params=given)
 
 
-def test_a_server_without_a_storage_hands_nothing_over(own_client: httpx.Client) -> None:
-    response = own_client.post(COMPLETIONS, json={"prompt": "hei"} | PREFILL)
-    assert "attach one" in refused(response, 400) and response.json()["error"]["param"] == "kv_transfer_params"
-
-
+@pytest.mark.parametrize("own_server", [{"deterministic": False}], indirect=True)
 def test_a_ticket_is_refused_where_nothing_can_be_read_with_it(
     client: httpx.Client, own_client: httpx.Client, song: str
 ) -> None:
     """Else the prompt would be computed cold, and nothing would tell."""
     body = {"prompt": song * 3, "max_tokens": 1, "kv_transfer_params": handed_over(client, song * 3)}
     assert "attach one" in refused(own_client.post(COMPLETIONS, json=body), 400)
+    assert "attach one" in refused(own_client.post(COMPLETIONS, json={"prompt": "hei"} | PREFILL), 400)
     response = client.post(COMPLETIONS, json=body | {"skip_reading_prefix_cache": True})
     assert "leave out skip_reading_prefix_cache" in refused(response, 400)

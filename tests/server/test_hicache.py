@@ -52,33 +52,34 @@ def test_a_storage_comes_and_goes_under_the_names_of_sglang(
     told = operator.get(STORAGE).json()
     assert told["hicache_storage_backend"] == f"file://{tmp_path}/pages?capacity=64MiB"
     assert (told["hicache_storage_prefetch_policy"], told["hicache_write_policy"]) == ("timeout", "write_through")
-    complete(customer, song * 2, cache_salt=salt)
+    complete(customer, song * 2, cache_salt=salt, max_tokens=1)
     assert operated.engine.settle(20)
     assert operator.get(FLUSH).json()["flushed_pages"] > 0
-    assert cached(complete(customer, song * 2, cache_salt=salt)) == {"storage": 64}
+    assert cached(complete(customer, song * 2, cache_salt=salt, max_tokens=1)) == {"storage": 64}
     assert operator.delete(STORAGE).json()["attached"] is False
 
 
+@pytest.mark.long
 def test_clearing_drops_the_pages_of_this_model_alone(
     operator: httpx.Client, customer: httpx.Client, operated: Server, checkpoint: Path, tmp_path: Path, song: str
 ) -> None:
     url = f"file://{tmp_path}/pages?capacity=64MiB"
     with Server(settings(checkpoint, (url,), page_tokens=32)) as other, httpx.Client(base_url=other.url) as theirs:
-        complete(theirs, song * 4)
+        complete(theirs, song * 3, max_tokens=1)
         assert other.engine.settle(20)
     assert operator.put(STORAGE, json={"hicache_storage_backend": url}).status_code == 200
-    complete(customer, song * 4)
+    complete(customer, song * 3, max_tokens=1)
     assert operated.engine.settle(20) and operator.post(FLUSH).status_code == 200
     stored = operator.get(STORAGE).json()["objects"]
     assert operator.post(CLEAR).json() == {"dropped_objects": stored} and stored
-    assert cached(complete(customer, song * 4)) == {}
+    assert cached(complete(customer, song * 3, max_tokens=1)) == {}
     # What is in memory then is stored anew.
     assert operated.engine.settle(20) and operator.post(CLEAR).json() == {"dropped_objects": stored}
     assert operated.engine.settle(20) and operator.get(STORAGE).json()["objects"] == stored
     assert operator.post(FLUSH).status_code == 200
-    assert cached(complete(customer, song * 4)) == {"storage": 192}
+    assert cached(complete(customer, song * 3, max_tokens=1)) == {"storage": 128}
     with Server(settings(checkpoint, (url,), page_tokens=32)) as other, httpx.Client(base_url=other.url) as theirs:
-        assert cached(complete(theirs, song * 4)) == {"storage": 192}
+        assert cached(complete(theirs, song * 3, max_tokens=1)) == {"storage": 128}
 
 
 def test_only_the_operator_may_do_so_and_no_browser_at_all(
@@ -94,9 +95,9 @@ def test_only_the_operator_may_do_so_and_no_browser_at_all(
     assert "no storage is attached" in refused(operator.post(CLEAR), 400)
 
 
-@pytest.mark.parametrize("timeout", ["-1", "soon", "nan", "1e9", ""])
-def test_a_flush_waits_for_a_number_of_seconds(operator: httpx.Client, timeout: str) -> None:
-    assert "timeout is a number of seconds" in refused(operator.post(FLUSH, params={"timeout": timeout}), 400)
+def test_a_flush_waits_for_a_number_of_seconds(operator: httpx.Client) -> None:
+    for timeout in ("-1", "soon", "nan", "1e9", ""):
+        assert "timeout is a number of seconds" in refused(operator.post(FLUSH, params={"timeout": timeout}), 400)
     assert operator.post(FLUSH, params={"timeout": "2.5"}).status_code == 200
 
 
@@ -120,7 +121,7 @@ def test_a_flush_keeps_to_its_own_time_while_another_waits_for_a_storage_that_ha
     with ThreadPoolExecutor(1) as another, pytest.MonkeyPatch.context() as patch:
         patch.setattr(operated.engine.flushes, "begin", seen)
         try:
-            complete(customer, song * 2, cache_salt=salt)
+            complete(customer, song * 2, cache_salt=salt, max_tokens=1)
             hanging.wait_for_stalled_call()
             patient = another.submit(operator.post, FLUSH)
             assert begun.wait(LONG_S)
@@ -130,41 +131,28 @@ def test_a_flush_keeps_to_its_own_time_while_another_waits_for_a_storage_that_ha
             hanging.release()
 
 
-@pytest.mark.parametrize(
-    ("backend", "extra", "url"),
-    [
+def test_their_names_of_storages_are_urls_of_ours() -> None:
+    for backend, extra, url in (
         ("file", None, "file://?capacity=10GiB"),
         ("file", {"path": "/a b", "capacity": "1GiB"}, "file:///a%20b?capacity=1GiB"),
-        ("redis://h:6379", {}, "redis://h:6379"),
         ("hf3fs", {"file_path_prefix": "/3fs/kv", "capacity": "2TiB"}, "hf3fs:///3fs/kv?capacity=2TiB"),
-        ("mooncake", {"master_server_address": "m:50051"}, "mooncake://m:50051"),
-        (
-            "mooncake",
-            {"master_server_address": "m:1", "protocol": "rdma", "device_name": "a,b", "global_segment_size": 4096},
-            "mooncake://m:1?protocol=rdma&device=a,b&segment=4096B",
-        ),
+        ("mooncake", {"master_server_address": "m:1", "device_name": "a,b"}, "mooncake://m:1?device=a,b"),
         ("mooncake", {}, "mooncake://"),
-    ],
-)
-def test_their_names_of_storages_are_urls_of_ours(backend: str, extra: object, url: str) -> None:
-    assert storage_url(backend, None if extra is None else json.dumps(extra)) == url
+    ):
+        assert storage_url(backend, None if extra is None else json.dumps(extra)) == url
 
 
-@pytest.mark.parametrize(
-    ("backend", "extra", "told"),
-    [
+def test_an_extra_config_is_obeyed_or_refused() -> None:
+    for backend, extra, told in (
         ("nixl", None, "there is no storage 'nixl': file, mooncake and hf3fs have these names"),
         ("file", "{", "the extra config is not JSON"),
-        ("file", "[1]", "the extra config is an object of texts and numbers"),
         ("file", '{"path": ["a"]}', "the extra config is an object of texts and numbers"),
         ("file", '{"path": "a"}', "does not begin with a slash"),
         ("file", '{"storage": "a"}', "'storage' says nothing here; known: path"),
         ("file", '{"prefetch_threshold": 256}', "prefetch_threshold is the flag --fetch-at-least"),
         ("hf3fs", '{"file_path_prefix": "/a"}', "a folder and how much it may hold"),
         ("file://?capacity=1GiB", '{"capacity": "2GiB"}', "leave out the extra config"),
-    ],
-)
-def test_an_extra_config_is_obeyed_or_refused(backend: str, extra: str | None, told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        storage_url(backend, extra)
-    assert told in str(caught.value)
+    ):
+        with pytest.raises(ConfigError) as caught:
+            storage_url(backend, extra)
+        assert told in str(caught.value)

@@ -1,7 +1,6 @@
 """A file of API keys: what it may say, how it is made, and that a running server follows it."""
 
 import json
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,6 @@ def test_a_line_says_all_of_a_key_and_is_read_back_as_it_was(file: Path) -> None
     assert read_keys(file) == (key, other)
     assert key.sha256 == digest(secret.encode()) and secret not in file.read_text()
     assert other == Key("b", other.sha256)
-
-
-def test_no_two_keys_are_alike_and_each_is_256_random_bits() -> None:
-    secrets = {new_key("a")[0] for _ in range(100)}
-    assert len(secrets) == 100 and all(len(secret) == len("kvarve-") + 43 for secret in secrets)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +68,6 @@ def test_a_file_that_is_not_there_or_is_no_text_is_refused(file: Path) -> None:
         read_keys(file)
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        read_keys(file)
-
-
-def test_a_pipe_is_refused_and_not_read(file: Path) -> None:
-    os.mkfifo(file)  # as kvarve serve --api-keys <(decrypt keys)
-    with pytest.raises(ConfigError, match="not a file"):
         read_keys(file)
 
 
@@ -177,9 +165,3 @@ def test_the_command_shows_a_new_key_once_and_writes_its_line(file: Path, capsys
     assert [key["name"] for key in json.loads(out)["keys"]] == ["team-a"]
     code, out, _ = run("ls", file)
     assert "team-a" in out and "1 key" in out
-
-
-def test_a_file_that_others_may_read_is_fine(file: Path) -> None:
-    file.write_text(new_key("a")[1].line)
-    os.chmod(file, 0o644)  # noqa: PTH101
-    assert len(read_keys(file)) == 1

@@ -54,7 +54,6 @@ def client(guarded: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that lingers for hours, on however slow a machine."""
     monkeypatch.setattr(connections_module, "LINGER_S", 9000.0)
 
 
@@ -102,14 +101,12 @@ def sends_until_it_is_closed(connection: socket.socket, piece: bytes) -> None:
     [
         (post(SIZED), b"x" * 4096, 401),
         (post(CHUNKED), b"1\r\nx\r\n" * 500, 401),
-        (post(CHUNKED), b"8000\r\n%s\r\n" % (b"x" * 0x8000), 401),
-        (post(SIZED, path="/nope"), b"x" * 4096, 404),
-        (post(CHUNKED, path="/nope"), b"1\r\nx\r\n" * 500, 404),
+        (post(CHUNKED, path="/nope"), b"8000\r\n%s\r\n" % (b"x" * 0x8000), 404),
         (post(SIZED, f"Authorization: Bearer {KEY}"), b"x" * 4096, 413),
         (post("Content-Length: 9999", CHUNKED), b"1\r\nx\r\n" * 500, 400),
         (head("POST /v1/completions HTTP/1.0", SIZED), b"x" * 4096, 401),
     ],
-    ids=["sized", "bytes", "chunks", "sized-404", "bytes-404", "sized-413", "two-lengths", "http-1.0"],
+    ids=["sized", "bytes", "chunks-404", "sized-413", "two-lengths", "http-1.0"],
 )
 def test_a_stranger_who_sends_on_is_answered_and_closed_and_little_of_it_is_read(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, sent: bytes, piece: bytes, status: int
@@ -135,19 +132,8 @@ def test_a_stranger_who_sends_on_is_answered_and_closed_and_little_of_it_is_read
     assert b"1\r\nx" not in piece or not pieces, "parsing the chunks would take a thousand times as long"
 
 
-def test_other_clients_see_the_last_of_a_stranger_when_its_second_is_over(
-    client: httpx.Client, connect: Connect
-) -> None:
-    before = until(client, lambda now: now["kvarve_connections"] == 1)
-    kept = [connect(post(SIZED)) for _ in range(3)]
-    assert {told(answers(each), 401) for each in kept}
-    until(client, lambda now: now["kvarve_connections"] == before["kvarve_connections"])
-    assert client.get("/health").status_code == 200
-
-
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("how", [SIZED, CHUNKED, "Content-Length: 4000000"])
-@pytest.mark.parametrize("key", ["wrong", KEY])
+@pytest.mark.parametrize(("how", "key"), [(CHUNKED, "wrong"), (SIZED, KEY), (CHUNKED, KEY)])
 def test_a_client_that_sends_all_of_a_refused_body_and_then_reads_gets_its_answer(
     connect: Connect, how: str, key: str
 ) -> None:
@@ -196,23 +182,14 @@ def test_a_client_that_leaves_once_it_has_its_answer_is_gone_at_once(client: htt
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("expects", [(), ("Expect: 100-continue",)])
-def test_a_body_that_says_it_is_too_large_is_refused_before_any_of_it_is_sent(
-    connect: Connect, expects: tuple[str, ...]
-) -> None:
-    length = f"Content-Length: {MOST_BODY + 1}"
-    connection = connect(post(length, f"Authorization: Bearer {KEY}", *expects))
+def test_a_body_that_is_waited_for_is_asked_for_and_one_that_is_too_large_is_refused_before(connect: Connect) -> None:
+    expects, key = "Expect: 100-continue", f"Authorization: Bearer {KEY}"
+    connection = connect(post(f"Content-Length: {MOST_BODY + 1}", key, expects))
     assert told(answers(connection), 413) == f"the body is larger than {MOST_BODY} bytes"
-
-
-def test_a_body_that_is_waited_for_is_asked_for(connect: Connect) -> None:
     body = b'{"prompt": "hei", "max_tokens": 1}'
-    for length, sent in (
-        (f"Content-Length: {len(body)}", body),
-        (CHUNKED, b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)),
-    ):
-        asked = post(length, "Expect: 100-continue", "Connection: close", f"Authorization: Bearer {KEY}")
-        connection = connect(asked)
+    chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    for length, sent in ((f"Content-Length: {len(body)}", body), (CHUNKED, chunk)):
+        connection = connect(post(length, expects, "Connection: close", key))
         continues = b"HTTP/1.1 100 Continue\r\n\r\n"
         assert connection.recv(len(continues), socket.MSG_WAITALL) == continues
         connection.sendall(sent)

@@ -146,6 +146,7 @@ def test_a_viewer_sees_tiers_fill_hits_and_why(
     assert f"{own_server.url}/live/data" in urls and all(url.startswith(f"{own_server.url}/") for url in urls), urls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own_server", [{"api_key": "schlüssel 🔑"}], indirect=True)
 def test_it_asks_for_the_key_and_refuses_a_wrong_one(page: Chrome, own_server: Server) -> None:
     page.get(own_server.url)
@@ -171,6 +172,7 @@ def test_it_asks_for_the_key_and_refuses_a_wrong_one(page: Chrome, own_server: S
     assert "schlüssel" not in page.page_source and own_server.url in page.current_url
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own_server", [{"served_model_name": NAME}], indirect=True)
 def test_hostile_names_are_text(page: Chrome, own_server: Server, own_client: httpx.Client, song: str) -> None:
     ask(own_client, song, "<img/src=x/onerror=document.title='broken'>", model=NAME)
@@ -181,6 +183,7 @@ def test_hostile_names_are_text(page: Chrome, own_server: Server, own_client: ht
     assert troubles(page) == []
 
 
+@pytest.mark.long
 def test_a_page_that_loses_its_server_says_so_and_recovers(page: Chrome, checkpoint: Path, song: str) -> None:
     with Server(settings(checkpoint)) as server:
         opened(page, server.url)
@@ -192,30 +195,3 @@ def test_a_page_that_loses_its_server_says_so_and_recovers(page: Chrome, checkpo
         with httpx.Client(base_url=server.url, timeout=LONG_S) as client:
             complete(client, song)
         see(page, lambda: len(all_of(page, "#requests tr[data-request]")) == 1)
-
-
-def test_an_engine_that_has_stopped_is_the_first_thing_on_the_page(page: Chrome, own_server: Server) -> None:
-    def breaks() -> None:
-        raise AssertionError("a law of the core")
-
-    opened(page, own_server.url)
-    with pytest.raises(AssertionError):
-        own_server.engine.ask(breaks, LONG_S)
-    see(page, lambda: text(page, "#state") == "the engine has stopped")
-    assert "a law of the core" in text(page, "#trouble")
-
-
-def test_it_is_read_on_a_narrow_and_dark_screen(page: Chrome, own_server: Server) -> None:
-    opened(page, own_server.url)
-    light = page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
-    page.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    )
-    metrics = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    try:
-        assert page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color") != light
-        assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

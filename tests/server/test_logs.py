@@ -61,21 +61,6 @@ def test_kinds_differ_by_place_text_and_error(bench: Bench) -> None:
     ]
 
 
-def test_levels_below_warning_are_always_logged(bench: Bench) -> None:
-    for _ in range(5):
-        bench.log.info("a storage is up")
-    assert len(bench.lines) == 5
-
-
-def test_a_message_that_is_no_text_is_logged_too(bench: Bench) -> None:
-    for text in (ValueError("100%"), "100% of it", 7):
-        bench.log.warning(text)
-        bench.log.warning(text)
-        bench.now += 1
-        bench.log.warning(text)
-    assert len(bench.lines) >= 6
-
-
 def test_only_so_many_kinds_are_remembered(bench: Bench) -> None:
     for number in range(10 * MOST_KINDS):
         bench.log.warning(f"trouble {number}")

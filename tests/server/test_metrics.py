@@ -78,12 +78,6 @@ def a_snapshot(storage: StorageUsage | None) -> Snapshot:
     )
 
 
-def test_a_histogram_counts_a_value_in_every_bucket_that_it_fits() -> None:
-    ttft = a_snapshot(None).histograms["ttft_s"]
-    assert ttft.buckets() == [("0.5", 2), ("1.0", 3), ("+Inf", 4)]
-    assert ttft.sum == 10.3
-
-
 def test_every_metric_is_ours_and_says_what_it_means() -> None:
     text = Metrics(lambda: a_snapshot(StorageUsage(1, 2, 3, 4))).text().decode()
     families = list(text_string_to_metric_families(text))
@@ -99,53 +93,9 @@ def test_every_metric_is_ours_and_says_what_it_means() -> None:
     assert samples["kvarve_ttft_seconds_sum"].value == 10.3
 
 
-def test_compression_is_counted_by_pool() -> None:
-    told = {
-        "compress_plain_bytes.window-24": 100.0,
-        "compress_stored_bytes.window-24": 70.0,
-        "compress_on.window-24": 1,
-    }
-    snapshot = replace(a_snapshot(None), cache=CACHE | told)
-    text = Metrics(lambda: snapshot).text().decode()
-    assert 'kvarve_compress_plain_bytes_total{pool="window-24"} 100.0' in text
-    assert 'kvarve_compress_stored_bytes_total{pool="window-24"} 70.0' in text
-    assert 'kvarve_compress_on{pool="window-24"} 1.0' in text
-
-
-def test_what_storages_have_lost_and_have_room_for_is_told_of_each_that_tells() -> None:
-    told = {"storage_lost.0": 284, "storage_lost.1": 0, "storage_damaged.0": 1, "storage_room.0": 0}
-    snapshot = replace(a_snapshot(None), cache=CACHE | told | {"storage_only_read.1": True, "stores_refused": 1})
-    text = Metrics(lambda: snapshot).text().decode()
-    for line in (
-        'kvarve_storage_lost_objects_total{storage="0"} 284.0',
-        'kvarve_storage_lost_objects_total{storage="1"} 0.0',
-        'kvarve_storage_damaged_objects_total{storage="0"} 1.0',
-        'kvarve_storage_room_bytes{storage="0"} 0.0',
-        'kvarve_storage_read_only{storage="1"} 1.0',
-        'kvarve_stores_refused{reason="full"} 1.0',
-        'kvarve_stores_refused{reason="read_only"} 0.0',
-        'kvarve_dropped_backup_pages_total{reason="full"} 1.0',
-    ):
-        assert f"{line}\n" in text
-
-
 def test_without_a_storage_nothing_is_said_of_one() -> None:
     assert b"kvarve_storage" not in Metrics(lambda: a_snapshot(None)).text()
     assert b"kvarve_storage_capacity" not in Metrics(lambda: a_snapshot(StorageUsage(1, 2, None, 4))).text()
-
-
-def test_a_scrape_reads_the_numbers_of_its_own_moment() -> None:
-    asked = []
-
-    def read() -> Snapshot:
-        asked.append(None)
-        return a_snapshot(None)
-
-    metrics = Metrics(read)
-    assert not asked
-    metrics.text()
-    metrics.text()
-    assert len(asked) == 2
 
 
 def test_sources_of_vllm_sum_to_the_prompts() -> None:

@@ -1,7 +1,8 @@
-"""What the log, the headers and the metrics say of each request."""
+"""What the log, the headers, the metrics and its usage say of each request."""
 
 import logging
 import re
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +20,12 @@ def lines(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 def test_a_response_has_the_id_of_its_request_or_a_new_one(client: httpx.Client, song: str) -> None:
     response = client.post(COMPLETIONS, json={"prompt": song, "max_tokens": 1}, headers={ID: "ours-7"})
     assert response.headers[ID] == "ours-7" and response.json()["id"] == "cmpl-ours-7"
-    assert client.post("/generate", json={"text": "a"}, headers={ID: "g"}).json()["meta_info"]["id"] == "g"
+    assert (
+        client.post(
+            "/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 1}}, headers={ID: "g"}
+        ).json()["meta_info"]["id"]
+        == "g"
+    )
     for odd in ("", "a b", "x" * 129, "\xe5"):
         made = client.get("/health", headers={ID: odd.encode("latin-1")}).headers[ID]
         assert re.fullmatch("[0-9a-f]{32}", made)
@@ -32,7 +38,9 @@ def test_a_request_has_one_line_with_its_id_and_what_came_of_it_and_no_text(
     client: httpx.Client, song: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvarve"):
-        client.post(COMPLETIONS, json={"prompt": song, "max_tokens": 3, "n": 2}, headers={ID: "one"})
+        client.post(
+            COMPLETIONS, json={"prompt": song, "max_tokens": 3, "n": 2, "cache_salt": "a-salt"}, headers={ID: "one"}
+        )
         with client.stream("POST", COMPLETIONS, json={"prompt": song, "stream": True}, headers={ID: "two"}) as response:
             response.read()
         client.post(COMPLETIONS, json={"prompt": song, "temperature": -1}, headers={ID: "three"})
@@ -45,7 +53,7 @@ def test_a_request_has_one_line_with_its_id_and_what_came_of_it_and_no_text(
     )
     assert re.match(r"three: POST /v1/completions: 400 in [0-9.]+ s$", three)
     assert re.match(r"four: GET /nowhere%0Akvarve%3A%20a%20line%20of%20mine: 404 in", four)
-    assert song[:5] not in caplog.text
+    assert song[:5] not in caplog.text and "a-salt" not in caplog.text
 
 
 def test_rejections_are_counted_by_status(client: httpx.Client) -> None:
@@ -68,10 +76,28 @@ def test_an_operators_acts_leave_a_line_admitted_or_not(
         own_client.delete("/admin/storage", headers={ID: "b"})
         own_client.post("/flush_cache", headers=key | {ID: "c"})
         own_client.get("/admin/storage", headers=key)
-        complete(own_client, "hei")
-        stream(own_client, COMPLETIONS, {"prompt": "hei"})
+        complete(own_client, "hei", max_tokens=1)
+        stream(own_client, COMPLETIONS, {"prompt": "hei", "max_tokens": 1})
     attach, detach, flush = lines(caplog, "kvarve.audit")
     assert attach.startswith("a: PUT /admin/storage by 127.0.0.1 with admin-key: attach 'redis://***@127.0.0.1:1': ")
     assert detach == "b: DELETE /admin/storage by 127.0.0.1: asked: 401"
     assert flush == "c: POST /flush_cache by 127.0.0.1 with admin-key: 0 pages of the device and host flushed: 200"
     assert "secret" not in caplog.text and "gate" not in caplog.text
+
+
+def reasons(answer: dict[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = answer["usage"]["kvarve"]["reasons"]
+    return found
+
+
+def test_an_answer_says_why_its_prompt_was_cached_or_not(client: httpx.Client, song: str, salt: str) -> None:
+    body = {"prompt": song * 3, "cache_salt": salt, "max_tokens": 2}
+    cold, warm = (reasons(complete(client, **body)) for _ in range(2))
+    assert warm == {"hit_device": 128, "below_grid": cold["below_grid"]}
+    assert cold.pop("below_grid") and sum(cold.values()) == 128 and {*cold} <= {"never_seen", "unknown"}
+    client.post("/flush_cache", params={"tiers": "device"})
+    assert reasons(complete(client, **body))["hit_host"] == 128
+    assert reasons(complete(client, **body, skip_reading_prefix_cache=True))["not_read"] == 128
+    client.post("/flush_cache", params={"tiers": "device,host"})
+    last = stream(client, COMPLETIONS, body | {"stream_options": {"include_usage": True}})[-1]
+    assert reasons(last)["hit_storage"] == 128

@@ -1,5 +1,6 @@
 """The document at /openapi.json is true of paths, keys and bodies. `test_fuzzed_openapi.py` asks what it says."""
 
+import json
 from typing import Any
 
 import httpx
@@ -41,12 +42,15 @@ def test_a_method_that_it_has_not_gets_405_in_the_form_of_errors(client: httpx.C
         for method in {"post", "put", "delete", "patch"} - {*methods}:
             message = refused(client.request(method, path.replace("{model}", "singer")), 405)
             assert message.endswith("Method Not Allowed")
-    refused(client.get("/v1/nothing"), 404)
+    for path in ("/v1/nothing", "/v1/completions/"):  # no redirect, which would name a scheme and a host
+        assert path in refused(client.post(path), 404)
 
 
 @pytest.mark.parametrize("own_server", [KEYS], indirect=True)
 def test_what_needs_a_key_says_so_and_gets_401_without(own_server: Server, own_client: httpx.Client) -> None:
-    for path, method, said in operations(document(own_client)):
+    told = document(own_client)
+    assert not [word for word in (API, ADMIN, "singer", str(own_server.settings.model)) if word in json.dumps(told)]
+    for path, method, said in operations(told):
         answer = own_client.request(method, path, json={} if method in ("post", "put") else None)
         assert (answer.status_code == 401) == bool(said["security"]), (path, method)
         assert ("401" in said["responses"]) == bool(said["security"])
@@ -59,12 +63,6 @@ def test_what_needs_a_key_says_so_and_gets_401_without(own_server: Server, own_c
 def test_without_keys_it_asks_for_none_but_the_operators(client: httpx.Client) -> None:
     asking = {path for path, _, said in operations(document(client)) if said["security"]}
     assert asking == {path for path in OPERATIONS if path.startswith(("/admin/storage", "/hicache"))}
-
-
-@pytest.mark.parametrize("own_server", [KEYS], indirect=True)
-def test_it_tells_nothing_of_this_server(own_server: Server, own_client: httpx.Client) -> None:
-    said = own_client.get("/openapi.json").text
-    assert not [word for word in (API, ADMIN, "singer", str(own_server.settings.model)) if word in said]
 
 
 def test_a_body_has_the_fields_that_are_refused_with_what_asks_for_nothing(client: httpx.Client) -> None:
@@ -80,17 +78,15 @@ def test_a_body_has_the_fields_that_are_refused_with_what_asks_for_nothing(clien
             assert said == {"enum": [None, *map(_as_json, neutral)]}, (kind, name)
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-def test_the_bounds_of_a_number_are_those_that_are_kept(client: httpx.Client, name: str) -> None:
-    number, null = document(client)["components"]["schemas"]["CompletionRequest"]["properties"][name]["anyOf"]
-    assert null == {"type": "null"}
-
-    def asked(value: float) -> httpx.Response:
-        return client.post("/v1/completions", json={"prompt": "hei", "max_tokens": 1, name: value})
-
-    assert asked(number["minimum"]).status_code == asked(number["maximum"]).status_code == 200
-    assert name in refused(asked(number["minimum"] - 0.005), 400)
-    assert name in refused(asked(number["maximum"] + 0.005), 400)
+def test_the_bounds_of_a_number_are_those_that_are_kept(client: httpx.Client) -> None:
+    schema = document(client)["components"]["schemas"]["CompletionRequest"]["properties"]
+    for name in BOUNDS:
+        number, null = schema[name]["anyOf"]
+        assert null == {"type": "null"}
+        least, most = number["minimum"], number["maximum"]
+        for value, status in ((least, 200), (most, 200), (least - 0.005, 400), (most + 0.005, 400)):
+            asked = client.post("/v1/completions", json={"prompt": "hei", "max_tokens": 1, name: value})
+            assert asked.status_code == status and (status == 200 or name in refused(asked, 400))
 
 
 def _as_json(value: Any) -> Any:

@@ -28,12 +28,8 @@ class Gate:
     """Stands before the tokenizer: texts that begin with a sign wait there until they may pass, and are noted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.came, self.texts, self.threads = (
-            threading.Event(),
-            threading.Semaphore(0),
-            list[str](),
-            set[str](),
-        )
+        self.open, self.came = threading.Event(), threading.Semaphore(0)
+        self.texts, self.threads = list[str](), set[str]()
         encode = Encoder.encode
 
         def slow(encoder: Encoder, text: str, *, special: bool) -> Any:
@@ -105,8 +101,7 @@ def test_five_huge_prompts_do_not_delay_others(client: httpx.Client, gate: Gate,
         books = [pool.submit(complete, client, **huge(str(i))) for i in range(5)]
         gate.until_one_stands_here()
         until(client, lambda now: now[TOKENIZING] == 5)
-        for _ in range(3):
-            assert text(client, song * 2, max_tokens=4) == song[:4]
+        assert text(client, song * 2, max_tokens=4) == song[:4]
         messages = [{"role": "user", "content": song}]
         assert client.post(CHAT, json={"messages": messages, "max_tokens": 1}).status_code == 200
         assert client.post("/flush_cache").status_code == 200
@@ -152,11 +147,9 @@ def test_a_queued_request_of_a_disconnected_client_never_starts(
     assert complete(client, **huge("c"))
 
 
-@pytest.mark.parametrize("n", [1, 3])
 def test_a_client_that_disconnects_during_submission_is_aborted(
     client: httpx.Client,
     song: str,
-    n: int,
     answers: list[Answer],
     leaver: Leaver,
     monkeypatch: pytest.MonkeyPatch,
@@ -171,18 +164,17 @@ def test_a_client_that_disconnects_during_submission_is_aborted(
     before, name = metrics(client), "kvarve_requests_total.aborted"
     with monkeypatch.context() as patch:
         patch.setattr(Answer, "submit", slowly)
-        connection = leaver({"prompt": song, "max_tokens": 900, "ignore_eos": True, "n": n})
+        connection = leaver({"prompt": song, "max_tokens": 900, "ignore_eos": True, "n": 3})
         assert asking.wait(LONG_S)
         connection.close()
         until(client, lambda _: answers[0].left)
         may_go_on.set()
-        after = until(client, lambda now: now[name] == before[name] + n)
+        after = until(client, lambda now: now[name] == before[name] + 3)
     assert after["kvarve_requests_running"] == after["kvarve_leases"] == 0
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 def test_a_prompt_is_checked_once_for_all_its_answers_and_not_on_the_event_loop(
-    client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch, streaming: bool
+    client: httpx.Client, song: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check, threads = engine_module.check_prompt, list[str]()
 
@@ -191,7 +183,7 @@ def test_a_prompt_is_checked_once_for_all_its_answers_and_not_on_the_event_loop(
         return check(*args)
 
     monkeypatch.setattr(engine_module, "check_prompt", noted)
-    body = {"prompt": song, "n": 16, "max_tokens": 1, "stream": streaming}
+    body = {"prompt": song, "n": 16, "max_tokens": 1}
     assert client.post(COMPLETIONS, json=body).status_code == 200
     assert len(threads) == 1
     assert threads[0].startswith("kvarve prepare")
@@ -232,32 +224,17 @@ def many(form: str, one: str, count: int) -> bytes:
     ("path", "body", "told"),
     [
         (CHAT, many('{"messages": [ONE]}', '{"role":"user","content":""}', MOST_OBJECTS), "JSON objects, more than"),
-        (
-            CHAT,
-            many('{"messages":[{"role":"user","content":[ONE]}]}', '{"type":"text","text":""}', MOST_OBJECTS),
-            "JSON objects, more than",
-        ),
-        (CHAT, many('{"messages":[{"role":"user","content":"x"}],"tools":[ONE]}', "{}", 1 << 20), "JSON objects"),
         (CHAT, many('{"messages":[],"x":{ONE}}', '"":0', MOST_VALUES + 1), "JSON names, more than"),
         (COMPLETIONS, many('{"prompt":[ONE]}', "1", MOST_VALUES + 2000), "JSON values, more than"),
-        (COMPLETIONS, many('{"prompt":"x","stop":[ONE]}', '""', 1 << 20), "JSON values, more than"),
-        (COMPLETIONS, many('{"prompt":"x","unheard of":[ONE]}', "[]", 1 << 20), "JSON values, more than"),
-        (COMPLETIONS, many('{"prompt":"x","logit_bias":{"1":1},"x":[ONE]}', "null", 1 << 20), "JSON values"),
+        (COMPLETIONS, many('{"prompt":"x","unheard of":[ONE]}', "[]", 1 << 18), "JSON values, more than"),
         ("/flush_cache", many('{"tiers":[ONE]}', '"host"', 1 << 18), "JSON values"),
     ],
-    ids=["messages", "parts", "tools", "names", "tokens", "stops", "lists", "nulls", "tiers"],
+    ids=["messages", "names", "tokens", "lists", "tiers"],
 )
 def test_a_body_of_more_values_than_any_request_needs_is_not_even_read(
     client: httpx.Client, path: str, body: bytes, told: str
 ) -> None:
     assert told in refused(client.post(path, content=body), 400)
-
-
-@pytest.mark.usefixtures("no_tokenizer")
-def test_the_arguments_of_a_tool_call_have_no_more_values_than_a_body(client: httpx.Client) -> None:
-    call = {"function": {"name": "f", "arguments": json.dumps({"a": [1] * (MOST_VALUES + 1)})}}
-    response = client.post(CHAT, json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
-    assert "JSON values" in refused(response, 400)
 
 
 def test_signs_within_a_text_are_no_values(client: httpx.Client) -> None:
@@ -271,19 +248,13 @@ def test_signs_within_a_text_are_no_values(client: httpx.Client) -> None:
             parse(ChatRequest, nested)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
+def test_what_each_token_of_an_answer_is_compared_with_is_bounded(client: httpx.Client) -> None:
+    for wrong, told in (
         ({"stop_token_ids": [1] * (MOST_NAMED + 1)}, "stop_token_ids: List should have at most 1024 items"),
-        ({"stop_token_ids": ["x"] * 10_000}, "stop_token_ids.0"),
         ({"logit_bias": {str(i): 1 for i in range(MOST_NAMED + 1)}}, "logit_bias can name 1024 tokens at most"),
-        ({"stop": "x" * 1025}, "a stop text has at most 1024 characters, not 1025"),
         ({"stop": ["x", "y" * 2000]}, "a stop text has at most 1024 characters, not 2000"),
-    ],
-    ids=["stop tokens", "other stop tokens", "biases", "stop", "stops"],
-)
-def test_what_each_token_of_an_answer_is_compared_with_is_bounded(client: httpx.Client, wrong: Body, told: str) -> None:
-    assert told in refused(client.post(COMPLETIONS, json={"prompt": "hei", "max_tokens": 1} | wrong), 400)
+    ):
+        assert told in refused(client.post(COMPLETIONS, json={"prompt": "hei", "max_tokens": 1} | wrong), 400)
 
 
 # --- bodies that are being read

@@ -8,14 +8,14 @@ def test_each_of_several_prompts_gets_the_answers_that_it_gets_alone(
     client: httpx.Client, song: str, ids: list[int], salt: str
 ) -> None:
     prompts = [song * 2, song[:20], song * 2 + "hv"]
-    alone = [text(client, prompt, max_tokens=9) for prompt in prompts]
-    answer = complete(client, prompts, max_tokens=9, cache_salt=salt)
+    alone = [text(client, prompt, max_tokens=3) for prompt in prompts]
+    answer = complete(client, prompts, max_tokens=3, cache_salt=salt)
     assert [choice["text"] for choice in answer["choices"]] == alone
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     tokens = sum(len(prompt.encode()) for prompt in prompts)
-    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (tokens, 27)
-    tokenized = complete(client, [ids * 2, ids[:7]], max_tokens=9, n=2)
-    short = text(client, ids[:7], max_tokens=9)
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (tokens, 9)
+    tokenized = complete(client, [ids * 2, ids[:7]], max_tokens=3, n=2)
+    short = text(client, ids[:7], max_tokens=3)
     assert [choice["text"] for choice in tokenized["choices"]] == [alone[0], alone[0], short, short]
     assert tokenized["usage"]["prompt_tokens"] == 2 * len(ids) + 7
     assert cached(complete(client, prompts, max_tokens=1, cache_salt=salt)) == {"device": 128}
@@ -24,12 +24,12 @@ def test_each_of_several_prompts_gets_the_answers_that_it_gets_alone(
 def test_a_stream_of_several_prompts_names_each_by_its_index(client: httpx.Client, song: str) -> None:
     prompts = [song * 2, song[:20]]
     said = ["", ""]
-    body = {"prompt": prompts, "max_tokens": 12, "stream_options": {"include_usage": True}}
+    body = {"prompt": prompts, "max_tokens": 4, "stream_options": {"include_usage": True}}
     *chunks, last = stream(client, COMPLETIONS, body)
     for chunk in chunks:
         said[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
-    assert said == [text(client, prompt, max_tokens=12) for prompt in prompts]
-    assert last["usage"]["completion_tokens"] == 24
+    assert said == [text(client, prompt, max_tokens=4) for prompt in prompts]
+    assert last["usage"]["completion_tokens"] == 8
 
 
 def test_an_answer_begins_with_its_prompt_if_asked(client: httpx.Client, song: str, ids: list[int]) -> None:

@@ -70,16 +70,18 @@ def asked(replica: Replica, listener: socket.socket, said: bytes) -> None:
     asking.join()
 
 
-@pytest.mark.parametrize("said", [WELL, FULL, b""], ids=["well", "full", "closed"])
-def test_whatever_it_answers_a_replica_that_does_is_not_hung(
-    said: bytes, replica: Replica, listener: socket.socket
-) -> None:
-    for _ in range(2):
+def test_whatever_it_answers_a_replica_that_does_is_not_hung(replica: Replica, listener: socket.socket) -> None:
+    for said in (WELL, FULL, b""):
         for _ in range(LOOKS):
             assert not replica.look() and replica.up
         assert replica.slow
         asked(replica, listener, said)
         assert not replica.slow
+    listener.close()
+    for _ in range(LOOKS):
+        replica.look()
+    replica.ask()
+    assert replica.slow, "nothing answers any more"
 
 
 def test_a_replica_that_answers_nothing_for_many_looks_is_killed_and_named_once(
@@ -100,14 +102,6 @@ def test_a_replica_that_answers_nothing_for_many_looks_is_killed_and_named_once(
     until(replica.due)
     replica.start()
     assert not replica.slow and not replica.look(), "the new process counts anew"
-
-
-def test_a_replica_that_closes_its_port_is_hung(replica: Replica, listener: socket.socket) -> None:
-    listener.close()
-    for _ in range(LOOKS):
-        replica.look()
-    replica.ask()
-    assert replica.slow
 
 
 def test_a_replica_whose_engine_has_stopped_is_told_to_end_and_counts_as_failed(

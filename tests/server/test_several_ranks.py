@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from servers import SHAPE
 
 import forks
 import gpu_nodes
@@ -40,8 +41,8 @@ def serving(
     ready, log = folder / "ready", folder / "log"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "kvarve", "serve", "--tp", str(ranks), "--port", "0", "--ready-file", str(ready)]
-    command += ["--page-tokens", "16", "--chunk-tokens", "64", "--prefetch-policy", "wait_complete", *words]
-    command += ["--rank-deadline-s", str(DEADLINE_S), "--admin-key", "the-admin"]
+    command += ["--prefetch-policy", "wait_complete", "--admin-key", "the-admin", *SHAPE, *words]
+    command += ["--rank-deadline-s", str(DEADLINE_S)]
     environments = [gpu_nodes.environment(node) for node in range(2)] if gpu else [None]
     if gpu:
         command += ["--device", "cuda", "--nnodes", "2", "--dist-init-addr", gpu_nodes.address(), "--node-rank"]
@@ -114,7 +115,6 @@ def test_without_one_rank_all_end_and_say_which_and_a_restart_serves_from_storag
 
 
 DETACHED = {"attached": False, "url": None}
-FLUSH = {"timeout": "20"}
 POLICIES = {
     "write_policy": ["write_through", "write_through_selective", "write_back"],
     "prefetch_policy": ["best_effort", "timeout", "wait_complete"],
@@ -124,42 +124,32 @@ POLICIES = {
 class Operator:
     """Changes the storage of a server, and knows what each change has to come to. `answers`: by kind and status."""
 
-    # Nine that can be made, two that cannot, and two attaches side by side, of which the later one may be refused.
-    DECK = ("attach",) * 4 + ("detach",) * 2 + ("flush",) * 3 + ("misspelt", "impossible", "at once")
-
     def __init__(self, client: httpx.Client, folder: Path, seed: int) -> None:
-        self._client, self._dice, self._deck = client, random.Random(seed), list[str]()
+        self._client, self._dice = client, random.Random(seed)
         self.urls = [f"file://{folder}/{name}?capacity=64MiB" for name in ("one", "other")]
-        (folder / "no-folder").touch()
-        self._impossible = f"file://{folder}/no-folder/store?capacity=64MiB"
         self.answers: Counter[tuple[str, int]] = Counter()
-        self.policies = set[tuple[str, str]]()  # that the server had after an attach
         self.now = self._state()
 
     def change(self) -> None:
-        """The next one of a shuffled deck. The server says why if it refuses, and then is as it was."""
-        if not self._deck:
-            self._deck = self._dice.sample(self.DECK, len(self.DECK))
-        match kind := self._deck.pop():
+        match kind := self._dice.choice(["attach", "attach", "detach", "flush", "at once"]):
             case "attach":
                 self.attach(self._dice.choice(self.urls), **self._some_policies())
             case "detach":
                 self._made(kind, self._client.delete("/admin/storage", headers=ADMIN), self.now | DETACHED)
             case "flush":
-                self._made(kind, self._client.post("/flush_cache", params=FLUSH, headers=ADMIN), self.now)
-            case "misspelt":
-                policy = self._dice.choice(["write_policy", "prefetch_policy"])
-                self._refused(kind, self._put(self.urls[0], **{policy: "write_thru"}), 400, "unknown .*write_thru")
-            case "impossible":
-                self._refused(kind, self._put(self._impossible), 500, "no-folder")
-            case "at once":
-                self._at_once(kind)
+                flush = self._client.post("/flush_cache", params={"timeout": "20"}, headers=ADMIN)
+                self._made(kind, flush, self.now)
+            case "at once":  # the second is refused if the first one is still under way
+                with ThreadPoolExecutor(2) as both:
+                    answers = [*both.map(self._put, self.urls)]
+                refused = {each.json()["error"]["code"] for each in answers if each.status_code != 200}
+                assert refused <= {"change_under_way", "busy"}
+                self.now |= {name: self._state()[name] for name in DETACHED}
         assert self._state() == self.now, kind
 
     def attach(self, url: str, **more: object) -> None:
         policies = {name: each for name, each in more.items() if name in self.now}
         self._made("attach", self._put(url, **more), self.now | {"attached": True, "url": url} | policies)
-        self.policies.add((self.now["write_policy"], self.now["prefetch_policy"]))
 
     def _some_policies(self) -> dict[str, str]:
         """Both, one or none: those that are not given stay."""
@@ -175,31 +165,14 @@ class Operator:
             now = now if self._state() == now else self.now
         self.now = now
 
-    def _refused(self, kind: str, answer: httpx.Response, status: int, why: str) -> None:
-        self.answers[kind, answer.status_code] += 1
-        assert answer.status_code == status and re.search(why, answer.text), answer.text
-
-    def _at_once(self, kind: str) -> None:
-        """The second change is refused if the first one is still under way."""
-        with ThreadPoolExecutor(2) as both:
-            answers = [each.result() for each in [both.submit(self._put, url) for url in self.urls]]
-        for answer in answers:
-            self.answers[kind, answer.status_code] += 1
-            refused = answer.status_code == 200 or answer.json()["error"]["code"]
-            assert refused in (True, "change_under_way", "busy"), answer.text
-        made = [url for url, answer in zip(self.urls, answers, strict=True) if answer.status_code == 200]
-        if made:
-            self.now |= {"attached": True, "url": made[0] if len(made) == 1 else self._state()["url"]}
-
     def _state(self) -> dict[str, Any]:
         told = self._client.get("/admin/storage", headers=ADMIN).json()
         return {name: told.get(name) for name in ("attached", "url", *POLICIES)}
 
 
-@pytest.mark.parametrize("changes", [12, pytest.param(500, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [30, pytest.param(500, marks=pytest.mark.timeout(3600))])
 def test_changes_of_the_storage_under_traffic_are_made_on_all_ranks_or_none(changes: int, tmp_path: Path) -> None:
-    seed = 20
-    print(f"seed {seed}")
     over, failed = threading.Event(), list[str]()
     with serving(tmp_path, 4, "--offload-pays-at", "0") as (process, client):
         expected = {number: ask(client, f"{number} {PROMPT}", skip_reading_prefix_cache=True) for number in range(4)}
@@ -217,7 +190,7 @@ def test_changes_of_the_storage_under_traffic_are_made_on_all_ranks_or_none(chan
                 count, stored = count + 1, stored + (cached(answer.json())["storage"] > 0)
             return count, stored
 
-        operator = Operator(client, tmp_path, seed)
+        operator = Operator(client, tmp_path, seed=20)
         with ThreadPoolExecutor(4) as clients:
             asked = [clients.submit(ask_on, number) for number in range(4)]
             try:
@@ -226,15 +199,12 @@ def test_changes_of_the_storage_under_traffic_are_made_on_all_ranks_or_none(chan
             finally:
                 over.set()
             counts = [each.result() for each in asked]
-        print(operator.answers, operator.policies, counts)
+        print(operator.answers, counts)
         assert not failed
         assert all(count for count, _ in counts)
         for kind in ("attach", "detach", "flush"):
             tries = sum(count for (each, _), count in operator.answers.items() if each == kind)
             assert operator.answers[kind, 200] >= tries / 2 > 0, kind
-        assert operator.answers["at once", 200] and operator.answers["misspelt", 400]
-        assert operator.answers["impossible", 500]
-        assert len(operator.policies) >= min(3, changes / 4), "an attach may change them"
         # All ranks have made the last change: they report, and compare what they have decided, in each of these turns.
         operator.attach(operator.urls[0], write_policy="write_through", prefetch_policy="wait_complete", back_up=True)
         assert client.post("/flush_cache", headers=ADMIN).status_code == 200
@@ -270,22 +240,14 @@ def nodes() -> Iterator[list[list[str]]]:
             forks.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("ip") is None, reason="networks are made by iproute2")
 def test_ranks_of_two_machines_are_one_server(nodes: list[list[str]], tmp_path: Path) -> None:
     ready, started = tmp_path / "ready", list["subprocess.Popen[bytes]"]()
     try:
         for number, node in enumerate(nodes):
-            words = ["serve", "--tp", "2", "--nnodes", "2", "--node-rank", str(number), "--port", "8000"]
-            words += [
-                "--threads",
-                "1",
-                "--dist-init-addr",
-                "10.77.0.1:29500",
-                "--page-tokens",
-                "16",
-                "--chunk-tokens",
-                "64",
-            ]
+            words = ["serve", "--tp", "2", "--nnodes", "2", "--node-rank", str(number), "--port", "8000", *SHAPE]
+            words += ["--dist-init-addr", "10.77.0.1:29500"]
             words += ["--ready-file", str(ready)] if not number else []
             with (tmp_path / f"log-{number}").open("w") as log:
                 command = [*node, sys.executable, "-m", "kvarve", *words]

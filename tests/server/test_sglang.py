@@ -16,7 +16,7 @@ from kvarve.server.generate import GenerateRequest, SamplingParams
 from kvarve.server.serve import Server
 
 GENERATE = "/generate"
-GREEDY = {"temperature": 0, "max_new_tokens": 9}
+GREEDY = {"temperature": 0, "max_new_tokens": 4}
 
 
 def generate(client: httpx.Client, **body: Any) -> Any:
@@ -40,12 +40,12 @@ def pieces(client: httpx.Client, **body: Any) -> list[Body]:
 def test_a_text_is_continued_and_the_meta_info_counts_its_tokens(
     client: httpx.Client, song: str, ids: list[int], salt: str
 ) -> None:
-    said, tokens = text(client, song * 2, max_tokens=9), len(ids) * 2
+    said, tokens = text(client, song * 2, max_tokens=4), len(ids) * 2
     cold = generate(client, text=song * 2, cache_salt=salt, rid="mine")
-    assert (cold["text"], len(cold["output_ids"])) == (said, 9)
+    assert (cold["text"], len(cold["output_ids"])) == (said, 4)
     meta = cold["meta_info"]
-    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", tokens, 9)
-    assert (meta["finish_reason"], meta["cached_tokens"]) == ({"type": "length", "length": 9}, 0)
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", tokens, 4)
+    assert (meta["finish_reason"], meta["cached_tokens"]) == ({"type": "length", "length": 4}, 0)
     assert meta["e2e_latency"] > 0
     warm = generate(client, input_ids=ids * 2, cache_salt=salt)
     assert (warm["text"], warm["output_ids"]) == (said, cold["output_ids"])
@@ -55,29 +55,22 @@ def test_a_text_is_continued_and_the_meta_info_counts_its_tokens(
 
 def test_each_event_of_a_stream_has_the_whole_answer_so_far(client: httpx.Client, song: str, salt: str) -> None:
     whole = generate(client, text=song * 2, extra_key=salt)
-    events = pieces(client, text=song * 2, extra_key=salt)
+    events = pieces(client, text=song * 2, extra_key=salt, stream_options={"include_usage": True})
     assert events[-1]["text"] == whole["text"] and events[-1]["output_ids"] == whole["output_ids"]
     assert all(after["text"].startswith(before["text"]) for before, after in pairwise(events))
-    assert [event["meta_info"]["completion_tokens"] for event in events] == [*range(1, 10)]
+    assert [event["meta_info"]["completion_tokens"] for event in events] == [*range(1, 5)]
     assert {event["meta_info"]["cached_tokens"] for event in events} == {64}
-    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * 8
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * 3
     assert "index" not in events[0]
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_usage_asked_for_as_of_openai_changes_no_stream(client: httpx.Client, song: str, wanted: bool) -> None:
-    events = pieces(client, text=song, stream_options={"include_usage": wanted})
-    assert [event["text"] for event in events] == [event["text"] for event in pieces(client, text=song)]
-    assert events[-1]["meta_info"]["completion_tokens"] == 9
 
 
 def test_a_batch_is_answered_by_a_list_in_its_order(client: httpx.Client, song: str, ids: list[int]) -> None:
     prompts = [song * 2, song[:20]]
-    alone = [text(client, prompt, max_tokens=9) for prompt in prompts]
+    alone = [text(client, prompt, max_tokens=4) for prompt in prompts]
     assert [one["text"] for one in generate(client, text=prompts)] == alone
     assert generate(client, input_ids=[ids * 2, ids[:5]])[0]["text"] == alone[0]
     each = generate(client, text=prompts, sampling_params=[GREEDY, GREEDY | {"max_new_tokens": 2}], rid=["a", "b"])
-    assert [one["meta_info"]["completion_tokens"] for one in each] == [9, 2]
+    assert [one["meta_info"]["completion_tokens"] for one in each] == [4, 2]
     assert [one["meta_info"]["id"] for one in each] == ["a", "b"]
     twice = generate(client, text=prompts, sampling_params=GREEDY | {"n": 2})
     assert [one["text"] for one in twice] == [alone[0], alone[0], alone[1], alone[1]]
@@ -102,9 +95,9 @@ def test_an_answer_says_what_ended_it(client: httpx.Client, song: str, ids: list
 def test_logprobs_are_those_of_the_completions(client: httpx.Client, song: str) -> None:
     asked = {"text": song, "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": -1}
     meta = generate(client, **asked)["meta_info"]
-    theirs = complete(client, song, max_tokens=9, logprobs=2)["choices"][0]["logprobs"]
+    theirs = complete(client, song, max_tokens=4, logprobs=2)["choices"][0]["logprobs"]
     assert [entry[0] for entry in meta["output_token_logprobs"]] == pytest.approx(theirs["token_logprobs"])
-    assert meta["output_token_logprobs_length"] == 9
+    assert meta["output_token_logprobs_length"] == 4
     assert all(entry[2] is None for entry in meta["output_token_logprobs"])
     spelt = generate(client, **asked, return_text_in_logprobs=True)["meta_info"]
     assert [entry[2] for entry in spelt["output_token_logprobs"]] == theirs["tokens"]
@@ -117,31 +110,21 @@ def test_logprobs_are_those_of_the_completions(client: httpx.Client, song: str) 
     [
         ({}, "a request has text or input_ids, one of them"),
         ({"text": "a", "input_ids": [1]}, "a request has text or input_ids, one of them"),
-        ({"text": ""}, "the prompt is empty"),
-        ({"text": []}, "the prompt is empty"),
-        ({"input_ids": ["a"]}, "input_ids has texts"),
         ({"input_ids": [[1], "a"]}, "the input_ids has texts and token ids"),
-        ({"input_ids": [999]}, "outside the model's vocabulary"),
-        ({"text": "a", "sampling_params": 7}, "sampling_params"),
         ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.0.temperature"),
         (
             {"text": "a", "sampling_params": {"max_tokens": 5}},
             "sampling_params.max_tokens is not supported: max_new_to",
         ),
-        ({"text": "a", "sampling_params": {"regex": "a+"}}, "sampling_params.regex is not supported: leave it out"),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_tokens must be at least 1, not -1"),
         ({"text": "a", "sampling_params": [{}, {}]}, "2 sampling_params for 1 prompts"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n must be the same for all prompts"),
         ({"text": "a", "max_new_tokens": 5}, "max_new_tokens is not supported: sampling_params.max_new_tokens is its"),
-        ({"text": "a", "temperature": 0}, "temperature is not supported: sampling_params.temperature is its name here"),
         ({"text": "a", "logprob_start_len": 0}, "logprob_start_len is not supported"),
-        ({"text": "a", "lora_path": "x"}, "lora_path is not supported"),
         ({"text": "a", "stream_options": {"continuous_usage_stats": True}}, "stream_options is not supported"),
-        ({"text": "a", "image_data": "x"}, "image_data is not supported"),
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num needs return_logprob"),
         ({"text": "a", "rid": ["a", "b"]}, "rid must be a text, or a list of one for each answer"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 5000}}, "with max_tokens 5000 the prompt is too long"),
-        ({"text": "a" * 5000}, "the prompt is too long"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_in_a_line(client: httpx.Client, body: Body, told: str) -> None:
@@ -188,17 +171,11 @@ def test_the_model_and_the_server_tell_what_they_are(client: httpx.Client, serve
     for path in ("/model_info", "/get_model_info"):
         told = client.get(path).json()
         assert told["model_path"] == told["tokenizer_path"] == server.settings.model
-        assert (told["served_model_name"], told["is_generation"], told["model_type"]) == (
-            "singer",
-            True,
-            "qwen3_5_text",
-        )
+        facts = told["served_model_name"], told["is_generation"], told["model_type"]
+        assert facts == ("singer", True, "qwen3_5_text")
+    assert client.get("/health_generate").status_code == 200
     for path in ("/server_info", "/get_server_info"):
         told = client.get(path).json()
         assert (told["page_size"], told["context_length"], told["version"]) == (16, 1024, __version__)
         assert told["hicache_storage_backend"].startswith("file:///")
         assert told["internal_states"] == [{"num_running_reqs": 0, "num_waiting_reqs": 0}]
-
-
-def test_the_health_of_the_engine_is_a_token(client: httpx.Client) -> None:
-    assert client.get("/health_generate").status_code == 200

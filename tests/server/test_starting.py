@@ -1,14 +1,9 @@
-"""What a start tells: its phases in the log, and the service manager."""
+"""What a start tells: its phases in the log, and the service manager. `test_signals.py` has it listen to a server."""
 
 import logging
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from servers import serving
 
 from kvarve.server.starting import NOTIFY, Starting, tell_systemd
 
@@ -40,51 +35,3 @@ def test_without_a_service_manager_or_with_one_that_is_gone_nothing_is_told(
     for address in ("", "nonsense", str(tmp_path / "gone"), "@gone"):
         monkeypatch.setenv(NOTIFY, address)
         tell_systemd()("READY=1")
-
-
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_service_manager_hears_of_phases_readiness_and_the_end(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dp: int
-) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(f"\0kvarve-test-{tmp_path.name}-{id(manager)}")
-        monkeypatch.setenv(NOTIFY, "@" + str(manager.getsockname()[1:], "ascii"))
-        words = ["--model", checkpoint, "--page-tokens", 16, "--chunk-tokens", 64, "--threads", 1, "--dp", dp]
-        with serving(tmp_path, *words) as (process, client):
-            url = f"{client.base_url}".rstrip("/")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait() == 0
-        manager.setblocking(False)
-        heard = list[str]()
-        while not heard or not heard[-1].startswith("STOPPING=1\nSTATUS=stopping"):
-            heard.append(manager.recv(4096).decode())
-    first = "loading weights" if dp == 1 else "starting replicas"
-    assert heard[0].startswith(f"STATUS={first}: ")
-    assert [each for each in heard if "READY=1" in each] == [f"READY=1\nSTATUS=serving on {url}"], (
-        "once, by one process"
-    )
-    assert heard[-2:] == ["STOPPING=1\nSTATUS=draining", "STOPPING=1\nSTATUS=stopping: finishing backups"]
-
-
-def test_a_server_that_is_ready_collects_no_more_what_it_was_started_with(checkpoint: Path) -> None:
-    program = f"""
-import gc, os, signal
-from pathlib import Path
-from kvarve.engine.engine import Engine
-from kvarve.server.serve import run
-from kvarve.server.settings import Settings
-
-spared = []
-Engine.start = lambda self, start=Engine.start: (spared.append(gc.get_freeze_count()), start(self))
-
-def say(text):
-    if text.startswith("kvarve serves"):
-        print(spared[0], gc.get_freeze_count(), len(gc.get_objects()))
-        os.kill(os.getpid(), signal.SIGINT)
-
-run(Settings(model={str(checkpoint)!r}, port=0, page_tokens=16, chunk_tokens=64, threads=1), say)
-"""
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    first, last, others = map(int, done.stdout.split())
-    assert first >= last > 100_000 > others, "it has collected before the first request, and not again"

@@ -26,7 +26,6 @@ PROMPT_TOKENS = 320
 # hits both samples alike. That times differ has to be found in one round, which chance does once in 250,000 tests.
 ROUNDS, EQUAL = 4, 0.01
 DIFFERENT = 1e-6
-LONG = (pytest.mark.long, pytest.mark.timeout(7200))
 
 
 @pytest.fixture
@@ -64,15 +63,10 @@ def p_value(dice: random.Random, asks: Tenant, known: list[str], new: list[str])
     return float(ks_2samp(times[True], times[False]).pvalue)
 
 
-@pytest.mark.parametrize(
-    ("each", "where"),
-    [
-        (60, "storage"),
-        pytest.param(60, "memory", marks=pytest.mark.long),
-        pytest.param(1000, "storage", marks=LONG),
-        pytest.param(1000, "memory", marks=LONG),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("where", ["storage", "memory"])
+@pytest.mark.parametrize("each", [60, 1000])
 def test_what_another_salt_has_cached_takes_as_long_as_what_nobody_has(server: Server, each: int, where: str) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from servers import settings
-from talk import CHAT, COMPLETIONS, LONG_S, complete, metrics, stream, until
+from talk import CHAT, COMPLETIONS, LONG_S, complete, stream, until
 
 from kvarve.errors import ConfigError
 from kvarve.server.serve import Server, check_settings
@@ -194,7 +194,7 @@ def test_a_dead_collector_costs_counted_spans_and_one_warning_and_nothing_else(
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         collector.status = 400  # not retried
-        for at in range(3):
+        for at in range(2):
             complete(traced, song, max_tokens=1)
             until(traced, lambda now, at=at: now.get("kvarve_spans_total.lost", 0) == at + 1)  # type: ignore[misc]
         told = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -203,19 +203,7 @@ def test_a_dead_collector_costs_counted_spans_and_one_warning_and_nothing_else(
         collector.status = 200
         complete(traced, song, max_tokens=1)
         assert collector.spans.get(timeout=LONG_S)["gen_ai.usage.output_tokens"] == 1
-        assert until(traced, lambda now: now["kvarve_spans_total.sent"] == 1)["kvarve_spans_total.lost"] == 3
-
-
-def test_a_server_whose_collector_is_gone_answers_and_stops(
-    checkpoint: Path, collector: Collector, quick: None, song: str
-) -> None:
-    collector.close()
-    with (
-        Server(settings(checkpoint, otlp_traces_endpoint=collector.url)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
-        complete(client, song, max_tokens=1)
-        assert until(client, lambda now: now["kvarve_spans_total.lost"] > 0)["kvarve_spans_total.sent"] == 0
+        assert until(traced, lambda now: now["kvarve_spans_total.sent"] == 1)["kvarve_spans_total.lost"] == 2
 
 
 def test_spans_wait_for_a_collector_that_hangs_up_to_a_bound(collector: Collector) -> None:
@@ -230,10 +218,6 @@ def test_spans_wait_for_a_collector_that_hangs_up_to_a_bound(collector: Collecto
         assert collector.spans.get(timeout=LONG_S)["name"] == "chat singer"
     traces.close()
     assert collector.spans.empty() and traces.counts()["lost"] == 3
-
-
-def test_a_server_without_an_endpoint_has_no_spans(client: httpx.Client) -> None:
-    assert not [name for name in metrics(client) if name.startswith("kvarve_spans")]
 
 
 def test_an_endpoint_is_checked_before_anything_starts(checkpoint: Path) -> None:

@@ -36,16 +36,12 @@ def test_the_tokens_of_a_chat_are_those_that_it_is_charged_for(client: httpx.Cli
     ("path", "body", "complaint"),
     [
         ("/tokenize", {}, "a request has prompt or messages, one of them"),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "one of them"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt is not supported"),
         ("/tokenize", {"prompt": "a" * 2000}, "the prompt is too long"),
-        ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0] has no content"),
         ("/detokenize", {}, "tokens: Field required"),
         ("/detokenize", {"tokens": ["a"]}, "tokens must be a list of token ids"),
         ("/detokenize", {"tokens": [300]}, "outside the model's vocabulary of 300"),
-        ("/detokenize", {"tokens": [-1]}, "outside the model's vocabulary of 300"),
-        ("/detokenize", {"tokens": [1 << 80]}, "outside the model's vocabulary of 300"),
     ],
 )
 def test_what_has_no_tokens_is_refused(client: httpx.Client, path: str, body: Any, complaint: str) -> None:
@@ -58,30 +54,7 @@ def test_a_reset_of_the_prefix_cache_is_a_flush(client: httpx.Client, server: Se
     answer = told(client.post("/reset_prefix_cache"))
     assert answer["success"] is True and answer["flushed_pages"] > 0
     assert "device" not in cached(complete(client, song * 2, cache_salt=salt))
-    assert "POST /hicache/storage-backend/clear does it" in refused(
-        client.post("/reset_prefix_cache", params={"reset_external": "true"}), 400
-    )
+    for given in ("true", "1", "maybe", ""):
+        response = client.post("/reset_prefix_cache", params={"reset_external": given})
+        assert "reset_external" in refused(response, 400)
     assert told(client.post("/reset_prefix_cache", params={"reset_running_requests": "false"}))["success"]
-
-
-@pytest.mark.parametrize("own_server", [{"api_key": "door"}], indirect=True)
-def test_what_tells_of_the_model_needs_the_api_key(own_client: httpx.Client) -> None:
-    for path in ("/tokenize", "/detokenize", "/generate", "/reset_prefix_cache"):
-        assert "API key" in refused(own_client.post(path, json={}), 401)
-    for path in ("/model_info", "/server_info", "/flush_cache"):
-        assert "API key" in refused(own_client.get(path), 401)
-    for path in ("/version", "/health_generate"):
-        assert own_client.get(path).status_code == 200
-
-
-def test_errors_name_the_field_and_say_when_the_context_is_exceeded(client: httpx.Client, song: str) -> None:
-    def error(**body: Any) -> tuple[str | None, str | None]:
-        said = client.post("/v1/completions", json={"prompt": "hei"} | body).json()["error"]
-        return said["param"], said["code"]
-
-    assert error(temperature=-1) == ("temperature", None)
-    assert error(min_tokens=5, max_tokens=2) == ("min_tokens", None)
-    assert error(prompt=[999]) == ("prompt", None)
-    assert error(stop_token_ids=[999]) == ("stop_token_ids", None)
-    assert error(prompt=song * 20, max_tokens=1000) == ("max_tokens", "context_length_exceeded")
-    assert error(prompt=song * 100) == ("prompt", "context_length_exceeded")
