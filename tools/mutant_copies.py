@@ -62,7 +62,17 @@ class Copy:
     def run(self, tests: Sequence[str], limit_s: float) -> Run:
         """Run tests until the first failure. Trouble if the run has no meaningful result."""
         self._report.write_text("{}")
-        words = ["-x", "-q", "-p", "mutant_plugin", "-p", "no:cacheprovider", "--import-mode=importlib"]
+        words = [
+            "-x",
+            "-q",
+            "-p",
+            "mutant_plugin",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:budget",
+            "--import-mode=importlib",
+        ]
         words += ["-W", "ignore::pytest.PytestAssertRewriteWarning", f"--timeout={min(TEST_S, limit_s / 5)}", *tests]
         assert self._forks.stdin is not None and self._forks.stdout is not None
         print(json.dumps([words, limit_s]), file=self._forks.stdin, flush=True)
