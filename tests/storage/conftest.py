@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from file_disks import MIB, Open, WithoutSync
+from file_pages import Quick
 from hf3fs_server import Local
 from tier_rows import LONG_S, MakeRow, Row
 
@@ -45,6 +46,12 @@ def opened(folder: Path) -> Iterator[Open]:
     yield make
     for storage in everything:
         storage.close()
+
+
+@pytest.fixture
+def quick(opened: Open) -> Open:
+    """Opens it with one thread, on a disk that is not waited for."""
+    return lambda disk=None, capacity=MIB, **more: opened(capacity, **{"threads": 1, "disk": disk or Quick()} | more)
 
 
 @pytest.fixture

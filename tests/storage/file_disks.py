@@ -3,8 +3,7 @@
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from disks import WithoutSync
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.index import Index
 from kvarve.storage.file.table import Shape
+from kvarve.testing.suite import LABEL
 
 MIB = 1 << 20
 # A folder's small files are below this; a slab of one slot of 4 KiB is two blocks.
@@ -21,13 +20,6 @@ SMALL_FILES = 8192
 ONE = Shape(4096, 1).bytes
 
 Open = Callable[..., FileStorage]
-
-
-@contextmanager
-def changing(storage: FileStorage) -> Iterator[Index]:
-    """The index of a store while no other thread of it changes rows."""
-    with storage._changing(), storage._lock:
-        yield storage._index
 
 
 class Clockwork(WithoutSync):
@@ -97,13 +89,15 @@ class Failing(WithoutSync):
 
 
 class Rigged(WithoutSync):
-    """Before each write, sync and unlink it asks `happens(call, the file's name, where)`, which may raise."""
+    """Before each read, write, sync and unlink it asks `happens(call, the file's name, where)`, which may raise."""
 
     def __init__(self) -> None:
         self.happens: Callable[[str, str, int], None] = lambda call, name, at: None
 
-    def fail(self, error: BaseException, call: str, name: str, *, skip: int = 0, at: range | None = None) -> None:
-        """Once, at the next such call but `skip`: of a file whose name ends so, at one of these places."""
+    def once(
+        self, do: Callable[[], object], call: str, name: str, *, skip: int = 0, at: range | None = None
+    ) -> None:
+        """At the next such call but `skip`, of a file whose name ends so, at one of these places: do this first."""
         left = skip
 
         def happens(this: str, that: str, where: int) -> None:
@@ -112,9 +106,17 @@ class Rigged(WithoutSync):
                 left -= 1
                 if left < 0:
                     self.happens = lambda call, name, at: None
-                    raise error
+                    do()
 
         self.happens = happens
+
+    def fail(self, error: BaseException, call: str, name: str, *, skip: int = 0, at: range | None = None) -> None:
+        """The same: it raises this."""
+        self.once(lambda: throw(error), call, name, skip=skip, at=at)
+
+    def read(self, file: int, into: Any, at: int) -> int:
+        self.happens("read", file_name(file), at)
+        return super().read(file, into, at)
 
     def write(self, file: int, data: Any, at: int) -> int:
         self.happens("write", file_name(file), at)
@@ -126,6 +128,10 @@ class Rigged(WithoutSync):
     def unlink(self, folder: Directory, name: str) -> None:
         self.happens("unlink", name, 0)
         super().unlink(folder, name)
+
+
+def throw(error: BaseException) -> None:
+    raise error
 
 
 def trouble(number: int = errno.EIO) -> OSError:
@@ -154,6 +160,10 @@ class Calls:
             thread.join(60)
             assert not thread.is_alive()
         return self.answers
+
+
+def model_of(folder: Path, label: bytes = LABEL) -> Path:
+    return folder / "models" / label.hex()[:16]
 
 
 def table_path(slab: Path) -> Path:
