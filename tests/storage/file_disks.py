@@ -50,52 +50,17 @@ class Clockwork(WithoutSync):
         return self.machine
 
 
-class Failing(WithoutSync):
-    """Every call of the kinds in `fails` raises the exception given there, from `after` such calls on."""
-
-    def __init__(self) -> None:
-        self.fails: dict[str, int] = {}
-        self.after = 0
-        self.seen = 0
-
-    def _maybe(self, call: str) -> None:
-        if call in self.fails:
-            self.seen += 1
-            if self.seen > self.after:
-                raise OSError(self.fails[call], os.strerror(self.fails[call]))
-
-    def read(self, file: int, into: Any, at: int) -> int:
-        self._maybe("read")
-        return super().read(file, into, at)
-
-    def write(self, file: int, data: Any, at: int) -> int:
-        self._maybe("write")
-        return super().write(file, data, at)
-
-    def sync(self, file: int) -> None:
-        self._maybe("sync")
-
-    def allocate(self, file: int, size_bytes: int) -> None:
-        self._maybe("allocate")
-        super().allocate(file, size_bytes)
-
-    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
-        self._maybe("lock")
-        return super().lock(file, wait=wait, shared=shared)
-
-    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
-        self._maybe("lock_range")
-        return super().lock_range(file, at, size_bytes)
+def quietly(call: str, name: str, at: int) -> None:
+    """Nothing happens."""
 
 
 class Rigged(WithoutSync):
-    """Before each read, write, sync and unlink it asks `happens(call, the file's name, where)`, which may raise."""
+    """Before each of the calls below it asks `happens(call, the file's name, where)`, which may raise."""
 
-    def __init__(self) -> None:
-        self.happens: Callable[[str, str, int], None] = lambda call, name, at: None
+    happens: Callable[[str, str, int], object] = staticmethod(quietly)
 
     def once(
-        self, do: Callable[[], object], call: str, name: str, *, skip: int = 0, at: range | None = None
+        self, do: Callable[[], object], call: str, name: str = "", *, skip: int = 0, at: range | None = None
     ) -> None:
         """At the next such call but `skip`, of a file whose name ends so, at one of these places: do this first."""
         left = skip
@@ -105,29 +70,62 @@ class Rigged(WithoutSync):
             if this == call and that.endswith(name) and (at is None or where in at):
                 left -= 1
                 if left < 0:
-                    self.happens = lambda call, name, at: None
+                    self.happens = quietly
                     do()
 
         self.happens = happens
 
-    def fail(self, error: BaseException, call: str, name: str, *, skip: int = 0, at: range | None = None) -> None:
+    def fail(self, error: BaseException, call: str, name: str = "", *, skip: int = 0, at: range | None = None) -> None:
         """The same: it raises this."""
         self.once(lambda: throw(error), call, name, skip=skip, at=at)
 
-    def read(self, file: int, into: Any, at: int) -> int:
-        self.happens("read", file_name(file), at)
-        return super().read(file, into, at)
+    def refuse(self, number: int, *calls: str, name: str = "", at: range | None = None) -> None:
+        """Until `happens` is set again, all such calls of such files fail with this errno."""
 
-    def write(self, file: int, data: Any, at: int) -> int:
-        self.happens("write", file_name(file), at)
-        return super().write(file, data, at)
+        def happens(call: str, that: str, where: int) -> None:
+            if call in calls and that.endswith(name) and (at is None or where in at):
+                raise trouble(number)
 
-    def sync(self, file: int) -> None:
-        self.happens("sync", file_name(file), 0)
+        self.happens = happens
 
-    def unlink(self, folder: Directory, name: str) -> None:
-        self.happens("unlink", name, 0)
-        super().unlink(folder, name)
+
+def _rigged(call: str, at: int) -> Callable[..., Any]:
+    """A call of a file; `at`: which of its arguments says where."""
+
+    def rigged(disk: Rigged, *args: Any, **how: Any) -> Any:
+        name = file_name(args[0]) if isinstance(args[0], int) else args[1]
+        disk.happens(call, name, args[at] if len(args) > at else 0)
+        return getattr(WithoutSync, call)(disk, *args, **how)
+
+    return rigged
+
+
+# Which of their arguments says where, if one does.
+CALLS = {"peek": 2, "read": 2, "write": 2, "allocate": 1, "resize": 1, "lock_range": 1}
+CALLS |= dict.fromkeys(("open", "sync", "unlink", "lock", "rename", "make_folder"), 9)
+for _call, _at in CALLS.items():
+    setattr(Rigged, _call, _rigged(_call, _at))
+
+
+class RiggedClockwork(Clockwork, Rigged):
+    """Both."""
+
+
+class Untouched(WithoutSync):
+    """Nothing is written, made, locked or removed through it, nor opened to be written."""
+
+    def open(self, folder: Directory, name: str, **how: bool) -> int:
+        assert how.get("read_only"), f"{name} is opened to be written"
+        return super().open(folder, name, **how)
+
+    def write(self, *_: Any) -> int:
+        raise AssertionError("a write")
+
+    sync = allocate = resize = make_root = make_folder = rename = unlink = truncate = lock_range = write  # type: ignore[assignment]
+
+    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
+        assert shared, "a lock against others"
+        return super().lock(file, wait=wait, shared=shared)
 
 
 def throw(error: BaseException) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from file_disks import total
+from inspect_files import Steps, rows
+
 from disks import WithoutSync
-from inspect_files import Steps
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory, Disk
@@ -93,3 +95,12 @@ class Quick(WithoutSync):
 
 def opened(folder: Path, disk: Disk | None = None, label: bytes = LABEL, capacity: int = CAPACITY) -> FileStorage:
     return FileStorage(folder, capacity, label, "model A", threads=1, disk=disk or Quick())
+
+
+def goes_on(storage: FileStorage, folder: Path, capacity: int = CAPACITY) -> None:
+    """It stores and reads new pages, within its capacity."""
+    fresh = pages("full", 9001, 9002) + pages("window", 9003)
+    assert store(storage, fresh) == [True] * 3
+    assert intact(storage, fresh) == set(fresh)
+    assert total(folder) <= capacity
+    assert rows(storage)["broken"] == 0

@@ -3,16 +3,16 @@
 The only module of the tests that looks inside a store: all others ask `Storage`, its disk, or this one. No tests here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from file_disks import table_path
 from kvarve.storage import FileStorage
 from kvarve.storage.file.put import Put
-from kvarve.storage.file.slabs import RowAddress, Slab
+from kvarve.storage.file.slabs import RowAddress, RowSpan, Slab
 from kvarve.storage.file.table import Shape
 
 
@@ -33,7 +33,7 @@ class Place:
 
     @property
     def table(self) -> Path:
-        return table_path(self.path)
+        return self.path.with_name(self.path.name + ".table")
 
     @property
     def entry_at(self) -> int:
@@ -83,6 +83,11 @@ def failed(storage: FileStorage) -> int:
     return len(storage._index.failed)
 
 
+def is_asked(storage: FileStorage) -> bool:
+    """Whether a reader waits for the lock."""
+    return storage._asking.locked()
+
+
 def now_ns(storage: FileStorage) -> int:
     return storage._index.clock.now_ns()
 
@@ -122,6 +127,24 @@ def die(storage: FileStorage) -> None:
     for each in storage._index.slabs.values():
         each.close()
     storage._open = False
+
+
+def locked(storage: FileStorage) -> None:
+    """A thread of it is in the middle of a call, and never goes on."""
+    storage._lock.acquire()
+    storage._folder.disk.lock(storage._folder._mutex)
+
+
+def double(storage: FileStorage, name: str) -> None:
+    """Write an object into another slab too, and its entry, as a process does that dies before it tells."""
+    with storage._changing(), storage._lock:
+        one, row = storage._index.place(name)
+        other = next(each for each in storage._index.slabs.values() if each is not one)
+        (at,) = other.take_free(1)
+        for column in ("state", "length", "stored", "names"):
+            getattr(other, column)[at] = getattr(one, column)[row]
+        other.write([RowSpan(0, other, at, memoryview(b"1"))])
+        other.save([at])
 
 
 def remove(storage: FileStorage, *numbers: int) -> bool:
@@ -171,6 +194,44 @@ def seizing(storage: FileStorage, name: str) -> Iterator[None]:
         assert storage._index.seize(*storage._index.place(name))
         yield
         storage._index.release([storage._index.place(name)])
+
+
+def sees_the_same(one: FileStorage, other: FileStorage) -> None:
+    """One has seen the numbers of changes that another has now, each of which is one at most."""
+    seen = other._index.changes._seen
+    assert (seen[1:, 1:] <= 1).all()
+    one._index.changes._seen[1:] = seen[1:]
+
+
+class _Turns:
+    """A lock; before it is taken for the third time something else goes first."""
+
+    def __init__(self, lock: Any, between: Callable[[], object]) -> None:
+        self.lock, self.between, self.taken = lock, between, 0
+
+    def __enter__(self) -> None:
+        self.taken += 1
+        if self.taken == 3:
+            self.between()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+@contextmanager
+def turns(storage: FileStorage, between: Callable[[], object]) -> Iterator[None]:
+    """What makes room lets others in between its steps: this, when it has made two."""
+    with mock.patch.object(storage._allocator, "_lock", _Turns(storage._lock, between)):
+        yield
+
+
+@contextmanager
+def before_removals(storage: FileStorage, do: Callable[[], object]) -> Iterator[None]:
+    """Before it drops a slab, whose hot objects it has moved, this happens."""
+    really = storage._index.remove
+    with mock.patch.object(storage._index, "remove", lambda *how: (do(), really(*how))):
+        yield
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Files that a store has open are removed: it never answers True for lost objects, and continues if it can."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
 import inspect_files
 import pytest
-from file_disks import MIB, Clockwork, Rigged, file_name, model_of, total, trouble
-from file_pages import Quick, intact, intact_anew, names, pages, store
+from file_disks import MIB, Clockwork, Rigged, model_of, total
+from file_pages import intact, intact_anew, names, pages, store
 
 from kvarve.errors import StorageError
 from kvarve.testing.suite import LABEL, OTHER_LABEL, put
@@ -227,22 +228,16 @@ def test_a_store_that_is_closed_has_no_file_open(opened, folder):
 def test_a_store_that_could_not_be_opened_has_no_file_open(filled, quick, folder, fails):
     filled.close()
 
-    class Failing(Quick):
-        def lock(self, file, **how):
-            if fails == "a lock" and file_name(file).startswith("process-"):
-                raise trouble()
-            return super().lock(file, **how)
-
-        def open(self, folder, name, **how):
-            if fails == "a file" and name == "clock":
-                raise trouble()
-            return super().open(folder, name, **how)
-
+    disk = Rigged()
+    if fails == "a lock":
+        disk.refuse(errno.EIO, "lock", name="process-0")
+    elif fails == "a file":
+        disk.refuse(errno.EIO, "open", name="clock")
     label = LABEL[:8] + b"another" if fails == "the folder is another store's" else LABEL
     before = len([*Path("/proc/self/fd").iterdir()])
     for _ in range(3):
         with pytest.raises(StorageError):
-            quick(Failing(), label=label)
+            quick(disk, label=label)
     assert len([*Path("/proc/self/fd").iterdir()]) == before and open_files(folder) == []
 
 

@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import inspect_files
 import numpy as np
 import pytest
-from file_disks import MIB, Rigged, file_name, trouble
+from file_disks import MIB, Rigged, quietly, trouble
 from file_pages import Quick, filling, intact, intact_anew, names, pages, store
 from processes import until
 
@@ -25,28 +24,17 @@ from kvarve.testing.faulty_disk import Died
 # --- a table that cannot be read for a moment
 
 
-class Blind(Quick):
-    """While `blind`, no table can be read."""
-
-    blind = False
-
-    def read(self, file: int, into: Any, at: int) -> int:
-        if self.blind and file_name(file).endswith(".table"):
-            raise trouble()
-        return super().read(file, into, at)
-
-
-@pytest.mark.parametrize("blind", ["the process that fills it", "another"])
-def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_read(quick, folder, blind):
-    disks, (mine, theirs) = (Blind(), Blind()), pages("full", 20, 21)
+@pytest.mark.parametrize("which", [0, 1], ids=["the process that fills it", "another"])
+def test_a_row_that_is_being_filled_is_not_reused_though_its_entry_cannot_be_read(quick, folder, which):
+    disks, (mine, theirs) = (Rigged(), Rigged()), pages("full", 20, 21)
     one, other = (quick(disk) for disk in disks)
     assert all(store(other, pages("full", *range(3))))
-    put, disk = filling(one, [mine]), disks[blind == "another"]
-    disk.blind = True
+    put = filling(one, [mine])
+    disks[which].refuse(errno.EIO, "read", name=".table")
     assert store(other, [theirs]) == [True]
     one.exists(names([theirs]))
     one.delete(["none"])
-    disk.blind = False
+    disks[which].happens = quietly
     put.write()
     assert put.commit() == [True]
     both = [mine, theirs, *pages("full", *range(3))]
@@ -135,27 +123,6 @@ def test_a_reader_that_was_not_told_of_a_deletion_gets_no_bytes_of_the_next_obje
     assert intact(reader, [old, new]) == {new}
 
 
-def test_rows_stay_locked_by_no_call_that_failed_to_lock_others(quick):
-    class Locks(Quick):
-        left = -1  # calls until one fails
-
-        def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
-            self.left -= 1
-            if not self.left:
-                raise trouble(errno.ENOLCK)
-            return super().lock_range(file, at, size_bytes)
-
-    disk, some = Locks(), pages("full", *range(20))
-    storage = quick(disk, 8 * MIB)
-    assert all(store(storage, some))
-    storage.delete(names(some[::2]))
-    disk.left = 3
-    with pytest.raises((OSError, StorageError)):
-        store(storage, pages("full", *range(20, 50)))
-    assert inspect_files.seized(storage) == 0
-    assert all(store(storage, pages("full", *range(20, 50))))
-
-
 def test_a_slab_is_not_removed_while_another_process_fills_a_row_of_it(quick):
     page = pages("full", 20)
     one, other = quick(), quick()
@@ -169,37 +136,27 @@ def test_a_slab_is_not_removed_while_another_process_fills_a_row_of_it(quick):
 
 
 def test_what_is_seized_in_a_slab_that_another_process_has_just_removed_is_not_confirmed(quick):
-    class Late(Quick):
-        """The slab goes between two calls of this process: it has not looked since."""
-
-        removes: Callable[[], object] | None = None
-
-        def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
-            removes, self.removes = self.removes, None
-            if removes is not None:
-                removes()
-            return super().lock_range(file, at, size_bytes)
-
-    disk, page = Late(), pages("full", 20)
+    """The slab goes between two calls of the process: it has not looked since."""
+    disk, page = Rigged(), pages("full", 20)
     one, other = quick(disk), quick()
     assert all(store(one, pages("full", *range(3))))
     other.exists(["x"])
-    disk.removes = lambda: inspect_files.remove(other, 0)
+    disk.once(lambda: inspect_files.remove(other, 0), "lock_range")
     assert store(one, page) == [True], "in a slab that is there"
     assert inspect_files.seized(one) == 0
     assert intact(other, page) == intact(one, page) == {*page}
 
 
 def test_what_cannot_be_read_of_a_table_is_not_written_over_and_is_there_again_when_it_can(quick):
-    disk, some = Blind(), pages("full", *range(120))
+    disk, some = Rigged(), pages("full", *range(120))
     blind, other = quick(disk, 8 * MIB), quick(capacity=8 * MIB)
     assert all(store(other, some))
     blind.exists(["x"])
     other.delete([some[5].name])
-    disk.blind = True
+    disk.refuse(errno.EIO, "read", name=".table")
     assert sum(blind.exists(names(some))) < 119
     assert store(blind, pages("window", 1)) == [True]
-    disk.blind = False
+    disk.happens = quietly
     assert store(blind, pages("window", 2)) == [True]
     assert intact(blind, some) == intact(other, some) == {*some} - {some[5]}
     assert inspect_files.rows(blind)["broken"] == 0
@@ -225,34 +182,30 @@ def test_rows_that_could_not_be_given_back_are_free_again_and_the_folder_is_left
 
 
 def test_rows_are_not_reused_while_threads_write_for_a_put_that_was_interrupted(quick, monkeypatch):
-    class Slow(Quick):
-        gate: threading.Event | None = None
-        waiting = threading.Semaphore(0)
-
-        def write(self, file: int, data: Any, at: int) -> int:
-            if self.gate is not None and file_name(file) == "slab-000000":
-                self.waiting.release()
-                assert self.gate.wait(60)
-            return super().write(file, data, at)
-
-    disk = Slow()
+    disk, waiting, goes_on = Rigged(), threading.Semaphore(0), threading.Event()
     storage = quick(disk, threads=4)
     assert all(store(storage, pages("full", 1)))
-    disk.gate = gate = threading.Event()
+
+    def waits(call: str, name: str, at: int) -> None:
+        if (call, name) == ("write", "slab-000000"):
+            waiting.release()
+            assert goes_on.wait(60)
+
+    disk.happens = waits
 
     def result(future: Future[Any]) -> None:
         for _ in range(2):
-            assert disk.waiting.acquire(timeout=60)
+            assert waiting.acquire(timeout=60)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Future, "result", result)
         store(storage, pages("full", 2, 3))
-    disk.gate = None
+    disk.happens = quietly
     some = pages("full", *range(20, 34))
     for page in some:
         assert store(storage, [page]) == [True]
-    gate.set()
+    goes_on.set()
     until(lambda: not inspect_files.seized(storage))  # the last of them has come back
     assert intact(storage, some) == set(some)
     assert store(storage, pages("full", 4)) == [True]
@@ -275,22 +228,15 @@ def test_a_removed_slab_frees_its_bytes_although_an_idle_process_has_it_open(qui
 def test_a_full_disk_costs_one_slab_at_most_when_what_is_removed_makes_no_room(quick):
     """As when another program takes all freed bytes at once."""
 
-    class Full(Quick):
-        full = False
-
-        def allocate(self, file: int, size_bytes: int) -> None:
-            if self.full:
-                raise trouble(errno.ENOSPC)
-            super().allocate(file, size_bytes)
-
+    class Stopped(Rigged):
         def since_boot_ns(self) -> int:  # a slow machine takes ten seconds for these puts
             return 10**12
 
-    disk = Full()
+    disk = Stopped()
     storage = quick(disk)
     assert all(store(storage, pages("full", *range(60))))
     before = len(inspect_files.slabs(storage))
-    disk.full = True
+    disk.refuse(errno.ENOSPC, "allocate")
     for number in range(5):
         assert store(storage, pages("state", number)) == [False]
     assert len(inspect_files.slabs(storage)) == before - 1

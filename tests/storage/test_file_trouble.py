@@ -9,7 +9,7 @@ from typing import Any
 
 import inspect_files
 import pytest
-from file_disks import MIB, Rigged, model_of, total, trouble
+from file_disks import MIB, Rigged, model_of, quietly, total, trouble
 from file_pages import Quick, intact, intact_anew, names, pages, store
 
 from kvarve.errors import StorageError
@@ -17,7 +17,7 @@ from kvarve.storage.file.disk import Directory, Disk
 from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import OTHER_LABEL
 
-ANYWHERE_BUT_THE_HEAD = range(1, MIB)
+BEHIND_THE_HEAD = range(1, MIB)
 HEAD = range(1)
 
 
@@ -63,32 +63,31 @@ def test_a_foreign_folder_that_cannot_be_listed_is_refused_and_left_alone(quick,
 
 def test_on_a_disk_that_takes_a_few_bytes_at_a_time_all_slabs_are_announced(quick, folder):
     class Stingy(Quick):
-        def write(self, file: int, data: Any, at: int) -> int:
-            return super().write(file, [memoryview(data[0])[:30]], at)
+        def read(self, file: int, into: Any, at: int) -> int:
+            return super().read(file, [into[0][:200]], at)
 
-    some = pages("full", *range(60))
+        def write(self, file: int, data: Any, at: int) -> int:
+            return super().write(file, [memoryview(data[0])[:100]], at)
+
+    some, more = pages("full", *range(30)), pages("window", 1)
     storage = quick()
     assert all(store(storage, some))
     storage.close()
     (model_of(folder) / "changes").write_bytes(b"")  # as after a power cut: it was never synced
     first, second = quick(Stingy()), quick(Stingy())
     assert intact(second, some) == set(some)
-    assert store(first, pages("window", 1)) == [True]
-    assert intact(second, [*some, *pages("window", 1)]) == {*some, *pages("window", 1)}
+    assert store(first, more) == [True]
+    assert intact(second, some + more) == {*some, *more}
     first.close()
     second.close()
     assert intact_anew(folder, some) == set(some)
 
 
 def test_a_file_that_cannot_be_opened_for_a_moment_is_not_taken_for_read_only(quick):
-    class Once(Quick):
-        def open(self, folder: Directory, name: str, **how: bool) -> int:
-            if name == "changes" and not how.get("read_only"):
-                raise trouble(errno.EMFILE)
-            return super().open(folder, name, **how)
-
+    disk = Rigged()
+    disk.refuse(errno.EMFILE, "open", name="changes")
     with pytest.raises(StorageError, match="Too many open files"):
-        quick(Once())
+        quick(disk)
 
 
 def test_a_model_in_use_is_not_removed_though_its_folder_cannot_be_listed(quick, folder, monkeypatch):
@@ -124,49 +123,34 @@ def test_a_folder_that_only_root_may_look_into_is_none_of_ours(quick, folder, mo
 
 
 def test_a_slab_that_could_not_be_opened_when_it_was_announced_is_opened_later(quick):
-    class Short(Quick):
-        short = False
-
-        def open(self, folder: Directory, name: str, **how: bool) -> int:
-            if self.short:
-                raise trouble(errno.EMFILE)
-            return super().open(folder, name, **how)
-
-    disk, some = Short(), pages("full", 1)
+    disk, some = Rigged(), pages("full", 1)
     one, other = quick(), quick(disk)
-    disk.short = True
+    disk.refuse(errno.EMFILE, "open")
     assert store(one, some) == [True]
     assert other.exists(names(some)) == [False]
-    disk.short = False
+    disk.happens = quietly
     assert store(other, [*some, *pages("window", 1)]) == [True, True]
     assert one.usage().objects == other.usage().objects == 2
     assert {*inspect_files.slabs(one)} == {*inspect_files.slabs(other)} == {0, 1}, "none was made for what was there"
 
 
 def test_slabs_that_were_cut_do_not_outgrow_the_capacity_when_they_are_found(quick, folder):
-    class Full(Quick):
-        full = True
-
-        def allocate(self, file: int, size_bytes: int) -> None:
-            if self.full:
-                raise trouble(errno.ENOSPC)
-            super().allocate(file, size_bytes)
-
-    capacity, disk = 240 << 10, Full()
+    capacity, disk = 240 << 10, Rigged()
     storage = quick(capacity=capacity)
     store(storage, pages("full", *range(60)))
     storage.close()
     for path in sorted(folder.rglob("slab-??????"))[:6]:
         os.truncate(path, 0)
+    disk.refuse(errno.ENOSPC, "allocate")
     storage = quick(disk, capacity)
-    disk.full = False
+    disk.happens = quietly
     for number in range(100, 130):
         store(storage, pages("full", number))
         inspect_files.retry(storage)
         assert total(folder) <= capacity
 
 
-@pytest.mark.parametrize(("at", "others"), [(HEAD, True), (ANYWHERE_BUT_THE_HEAD, True), (ANYWHERE_BUT_THE_HEAD, False)])
+@pytest.mark.parametrize(("at", "others"), [(HEAD, True), (BEHIND_THE_HEAD, True), (BEHIND_THE_HEAD, False)])
 def test_a_slab_that_could_not_be_announced_is_found_by_later_calls(quick, folder, at, others):
     disk, some = Rigged(), pages("full", 1, 2, 3)
     one, other = quick(disk), quick()
@@ -186,7 +170,7 @@ def test_a_slab_that_could_not_be_announced_is_found_by_later_calls(quick, folde
 # --- a change that cannot be announced, or only in part
 
 
-@pytest.mark.parametrize(("at", "process"), [(HEAD, "another"), (ANYWHERE_BUT_THE_HEAD, "the same")])
+@pytest.mark.parametrize(("at", "process"), [(HEAD, "another"), (BEHIND_THE_HEAD, "the same")])
 def test_a_slab_whose_removal_could_not_be_announced_is_no_trap(quick, folder, at, process):
     disk, base = Rigged(), pages("full", *range(15))
     one, other = quick(disk), quick()
@@ -329,25 +313,3 @@ def test_an_interrupted_call_does_not_keep_the_mutex(quick, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         store(one, pages("full", 2))  # it has to make a slab
     assert store(other, pages("full", 1)) == [True]
-
-
-def test_on_a_disk_that_takes_a_few_bytes_at_a_time_all_slabs_are_announced(quick, folder):
-    class Stingy(Quick):
-        def read(self, file: int, into: Any, at: int) -> int:
-            return super().read(file, [into[0][:200]], at)
-
-        def write(self, file: int, data: Any, at: int) -> int:
-            return super().write(file, [memoryview(data[0])[:100]], at)
-
-    some, more = pages("full", *range(30)), pages("window", 1)
-    storage = quick()
-    assert all(store(storage, some))
-    storage.close()
-    (model_of(folder) / "changes").write_bytes(b"")  # as after a power cut: it was never synced
-    first, second = quick(Stingy()), quick(Stingy())
-    assert intact(second, some) == set(some)
-    assert store(first, more) == [True]
-    assert intact(second, some + more) == {*some, *more}
-    first.close()
-    second.close()
-    assert intact_anew(folder, some) == set(some)
