@@ -241,6 +241,85 @@ def test_a_store_that_could_not_be_opened_has_no_file_open(filled, quick, folder
     assert len([*Path("/proc/self/fd").iterdir()]) == before and open_files(folder) == []
 
 
+def test_never_two_processes_make_slabs_though_the_file_of_their_mutex_was_removed(filled, quick, folder, monkeypatch):
+    (folder / "kvarve.lock").unlink()
+    beside, new = quick(), pages("state", 900)
+    monkeypatch.setattr("kvarve.storage.file.folder.MUTEX_S", 0.01)
+    with inspect_files.mutex(filled), pytest.raises(StorageError, match="another process has held its lock"):
+        store(beside, new)
+    assert all(store(beside, new))
+    assert intact(filled, SOME + new) == {*SOME, *new}
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_process_whose_number_was_removed_takes_another_one(filled, quick, folder, others):
+    (path,) = folder.rglob("process-0")
+    path.unlink()
+    stores, new = [*(quick() for _ in range(others)), filled], pages("full", 900)
+    assert all(store(filled, new))
+    for each in stores:
+        assert intact(each, SOME + new) == {*SOME, *new}
+    assert len({inspect_files.process(each) for each in stores}) == len(stores)
+    assert [inspect_files.is_alone(each) for each in stores] == [not others] * len(stores)
+    for each in stores:
+        each.close()
+    assert open_files(folder) == []
+
+
+def test_a_put_whose_number_goes_meanwhile_is_not_confirmed_and_writes_over_nothing(quick, folder):
+    """Another process takes the number, so it seems to be alone."""
+    disk, beside = Rigged(), []
+    storage = quick(disk)
+    assert all(store(storage, SOME))
+    new, others = pages("full", 100), pages("full", 200)
+
+    def goes() -> None:
+        (path,) = folder.rglob("process-0")
+        path.unlink()
+        with pytest.raises(StorageError, match="while a put was under way"):
+            storage.exists(["a"])
+        beside.append(quick())
+
+    disk.once(goes, "write", "slab-000000")
+    with pytest.raises(StorageError, match="was removed or moved away"):
+        store(storage, new)
+    assert all(store(beside[0], others))
+    assert all(store(storage, new))
+    for each in (storage, *beside):
+        assert intact(each, SOME + new + others) == {*SOME, *new, *others}
+
+
+def test_a_store_that_is_closed_has_no_file_open(opened, folder):
+    """The list of victims kept a slab open for as long as the closed store was referenced."""
+    storage = opened(quota_bytes=MIB // 8)
+    for i in range(120):
+        assert put(storage, **{f"{i % 3:016x}-{i}": bytes(4096)}) == [True]
+    assert storage.usage().evicted > 10
+    assert len(open_files(folder)) > 10
+    storage.close()
+    assert open_files(folder) == []
+    with pytest.raises(StorageError, match="closed"):
+        put(storage, a=b"1")
+    assert open_files(folder) == []
+
+
+@pytest.mark.parametrize("fails", ["the folder is another store's", "a lock", "a file"])
+def test_a_store_that_could_not_be_opened_has_no_file_open(filled, quick, folder, fails):
+    filled.close()
+
+    disk = Rigged()
+    if fails == "a lock":
+        disk.refuse(errno.EIO, "lock", name="process-0")
+    elif fails == "a file":
+        disk.refuse(errno.EIO, "open", name="clock")
+    label = LABEL[:8] + b"another" if fails == "the folder is another store's" else LABEL
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(3):
+        with pytest.raises(StorageError):
+            quick(disk, label=label)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before and open_files(folder) == []
+
+
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_process_whose_files_were_removed_takes_another_number_and_mutex(filled, quick, folder, others, monkeypatch):
     (path,) = folder.rglob("process-0")
