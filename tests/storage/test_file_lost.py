@@ -131,12 +131,6 @@ def test_slots_without_a_table_are_said_unless_a_cut_may_have_left_them(
         assert warned(caplog.text, said) == 1, "as a slab is left that is being made"
 
 
-def test_a_damaged_clock_is_said(filled, opened, caplog) -> None:
-    flip(filled[0].with_name("clock"), random.Random(1), 3)
-    opened(512 << 10)
-    assert warned(caplog.text, "clock") == 1
-
-
 def test_the_room_of_the_disk_is_told_until_it_cannot_be(opened) -> None:
     class Nearly(WithoutSync):
         free_bytes = 300 << 20

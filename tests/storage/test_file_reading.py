@@ -345,12 +345,6 @@ def test_slabs_that_could_not_be_opened_are_tried_again_by_lookups(opened, when,
     assert right(it, NAMES) == len(NAMES)
 
 
-def test_another_models_pages_are_not_a_readers(filled, opened) -> None:
-    assert right(opened(0, OTHER_LABEL, "model B", disk=Untouched(), read_only=True), NAMES) == 0
-    with pytest.raises(StorageError, match="written by another model"):
-        opened(0, LABEL[:8] + b"other", "model C", disk=Untouched(), read_only=True)
-
-
 def test_a_url_asks_for_a_store_that_is_only_read_and_need_not_say_how_much_it_holds(filled) -> None:
     url = f"file://{filled}?read_only=true"
     assert only_read(url) and only_read([url, f"file://{filled}/b?read_only=yes"])
