@@ -171,6 +171,13 @@ def prefer(storage: FileStorage, rows: Sequence[int], number: int = 0) -> None:
     it.free, it.searched = [*reversed(rows)], True
 
 
+def reservable(storage: FileStorage, count: int) -> list[int]:
+    """The rows of its first slab that it gets when it asks for so many once; they are free again."""
+    found = storage._index.reserve(Put(), slab(storage).shape.slot_bytes, count)
+    storage._index.release(found)
+    return [row for _, row in found]
+
+
 @contextmanager
 def mutex(storage: FileStorage) -> Iterator[None]:
     """It stands still while it makes or removes a slab."""

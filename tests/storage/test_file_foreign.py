@@ -66,7 +66,7 @@ def live(opened, folder: Path) -> None:
 def test_files_of_users_below_a_storage_folder_survive_all_that_a_store_does(opened, folder, tmp_path):
     opened(CAPACITY, OTHER_LABEL).close()
     models = folder / "models"
-    mine = [weights(models / name) for name in ("Qwen3-8B", "0123456789abcdef", "x\ny")]
+    mine = [weights(models / name) for name in ("0123456789abcdef", "x\ny")]
     for number, said in enumerate(SAID):
         mine.append(weights(models / f"abcdef012345678{number}"))
         (mine[-1] / "model.json").write_text(json.dumps(said))

@@ -94,9 +94,11 @@ def test_what_a_model_stores_for_long_enough_is_all_that_stays(opened, folder):
     disk = Clockwork()
     full(opened, disk)
     other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
-    fill(other, disk, names("b", 0, 220))
+    for first in range(0, 300, 30):
+        assert all(put(other, **dict.fromkeys(names("b", first, first + 30), bytes(4096))))
+        disk.elapse(30)
     assert not (folder / "models" / LABEL.hex()[:16]).exists()
-    assert kept(other, names("b", 140, 220)) == 80
+    assert kept(other, names("b", 220, 300)) == 80
 
 
 def test_a_model_that_is_open_gives_nothing_to_another(opened):
