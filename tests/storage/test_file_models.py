@@ -23,10 +23,10 @@ def names(model: str, first: int, last: int) -> list[str]:
 
 
 def fill(storage, disk: Clockwork, those: list[str], *, every_s: float = 1.0, size_bytes: int = 4096) -> None:
-    for at in range(0, len(those), 5):
-        some = those[at : at + 5]
+    for at in range(0, len(those), 10):
+        some = those[at : at + 10]
         assert put(storage, **dict.fromkeys(some, bytes(size_bytes))) == [True] * len(some)
-        disk.elapse(5 * every_s)
+        disk.elapse(10 * every_s)
 
 
 def kept(storage, those: list[str]) -> int:

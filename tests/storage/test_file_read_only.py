@@ -281,11 +281,3 @@ def test_a_file_that_cannot_be_read_costs_a_check_that_file_alone(store_of_two, 
     assert len(lost) == (not whole) and all(f"{MODEL}/slab-000000" in each for each in lost)
     assert {page.name for page in pages("window", 1, 2)} <= found
     assert ({page.name for page in pages("full", *range(12))} <= found) is whole
-
-
-def test_a_clock_that_cannot_be_read_hinders_no_opening(store_of_two):
-    disk = Rigged()
-    disk.refuse(errno.EIO, "peek", name="clock")
-    storage = FileStorage(store_of_two, MIB, LABEL, "model A", disk=disk)
-    assert intact(storage, pages("full", *range(12))) == set(pages("full", *range(12)))
-    storage.close()
