@@ -6,16 +6,21 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from file_disks import MIB, Open, WithoutSync
+from file_pages import Quick
 from hf3fs_server import Local
 from tier_rows import LONG_S, MakeRow, Row
 
+import kvarve.storage_cli  # noqa: F401  whichever test first runs a command would pay for it
 from kvarve.storage import FileStorage
+from kvarve.testing import suite
 from kvarve.testing.suite import LABEL
 
 
@@ -25,6 +30,14 @@ def files_for_their_owner_alone() -> Iterator[None]:
     before = os.umask(0o077)
     yield
     os.umask(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fewer_draws(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The short form draws few of the histories of `StorageSuite`."""
+    few = {"max_examples": 4, "stateful_step_count": 12} if request.config.option.markexpr == "not long" else {}
+    with mock.patch.object(suite, "settings", lambda **how: settings(**how | few)):
+        yield
 
 
 @pytest.fixture
@@ -37,14 +50,27 @@ def opened(folder: Path) -> Iterator[Open]:
     """Opens the folder; stores that are still open are closed in the end."""
     everything = []
 
-    def make(capacity_bytes: int = MIB, label: bytes = LABEL, description: str = "model A", **more: Any) -> FileStorage:
+    def make(
+        capacity_bytes: int = MIB,
+        label: bytes = LABEL,
+        description: str = "model A",
+        *,
+        place: str = "store",
+        **more: Any,
+    ) -> FileStorage:
         more.setdefault("disk", WithoutSync())
-        everything.append(FileStorage(folder, capacity_bytes, label, description, **more))
+        everything.append(FileStorage(folder.with_name(place), capacity_bytes, label, description, **more))
         return everything[-1]
 
     yield make
     for storage in everything:
         storage.close()
+
+
+@pytest.fixture
+def quick(opened: Open) -> Open:
+    """Opens it with one thread, on a disk that is not waited for."""
+    return lambda disk=None, capacity=MIB, **more: opened(capacity, **{"threads": 1, "disk": disk or Quick()} | more)
 
 
 @pytest.fixture

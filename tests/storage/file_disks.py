@@ -3,8 +3,7 @@
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from disks import WithoutSync
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.index import Index
 from kvarve.storage.file.table import Shape
+from kvarve.testing.suite import LABEL
 
 MIB = 1 << 20
 # A folder's small files are below this; a slab of one slot of 4 KiB is two blocks.
@@ -21,13 +20,6 @@ SMALL_FILES = 8192
 ONE = Shape(4096, 1).bytes
 
 Open = Callable[..., FileStorage]
-
-
-@contextmanager
-def changing(storage: FileStorage) -> Iterator[Index]:
-    """The index of a store while no other thread of it changes rows."""
-    with storage._changing(), storage._lock:
-        yield storage._index
 
 
 class Clockwork(WithoutSync):
@@ -58,52 +50,19 @@ class Clockwork(WithoutSync):
         return self.machine
 
 
-class Failing(WithoutSync):
-    """Every call of the kinds in `fails` raises the exception given there, from `after` such calls on."""
-
-    def __init__(self) -> None:
-        self.fails: dict[str, int] = {}
-        self.after = 0
-        self.seen = 0
-
-    def _maybe(self, call: str) -> None:
-        if call in self.fails:
-            self.seen += 1
-            if self.seen > self.after:
-                raise OSError(self.fails[call], os.strerror(self.fails[call]))
-
-    def read(self, file: int, into: Any, at: int) -> int:
-        self._maybe("read")
-        return super().read(file, into, at)
-
-    def write(self, file: int, data: Any, at: int) -> int:
-        self._maybe("write")
-        return super().write(file, data, at)
-
-    def sync(self, file: int) -> None:
-        self._maybe("sync")
-
-    def allocate(self, file: int, size_bytes: int) -> None:
-        self._maybe("allocate")
-        super().allocate(file, size_bytes)
-
-    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
-        self._maybe("lock")
-        return super().lock(file, wait=wait, shared=shared)
-
-    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
-        self._maybe("lock_range")
-        return super().lock_range(file, at, size_bytes)
+def quietly(call: str, name: str, at: int) -> None:
+    """Nothing happens."""
 
 
 class Rigged(WithoutSync):
-    """Before each write, sync and unlink it asks `happens(call, the file's name, where)`, which may raise."""
+    """Before each of the calls below it asks `happens(call, the file's name, where)`, which may raise."""
 
-    def __init__(self) -> None:
-        self.happens: Callable[[str, str, int], None] = lambda call, name, at: None
+    happens: Callable[[str, str, int], object] = staticmethod(quietly)
 
-    def fail(self, error: BaseException, call: str, name: str, *, skip: int = 0, at: range | None = None) -> None:
-        """Once, at the next such call but `skip`: of a file whose name ends so, at one of these places."""
+    def once(
+        self, do: Callable[[], object], call: str, name: str = "", *, skip: int = 0, at: range | None = None
+    ) -> None:
+        """At the next such call but `skip`, of a file whose name ends so, at one of these places: do this first."""
         left = skip
 
         def happens(this: str, that: str, where: int) -> None:
@@ -111,21 +70,66 @@ class Rigged(WithoutSync):
             if this == call and that.endswith(name) and (at is None or where in at):
                 left -= 1
                 if left < 0:
-                    self.happens = lambda call, name, at: None
-                    raise error
+                    self.happens = quietly
+                    do()
 
         self.happens = happens
 
-    def write(self, file: int, data: Any, at: int) -> int:
-        self.happens("write", file_name(file), at)
-        return super().write(file, data, at)
+    def fail(self, error: BaseException, call: str, name: str = "", *, skip: int = 0, at: range | None = None) -> None:
+        """The same: it raises this."""
+        self.once(lambda: throw(error), call, name, skip=skip, at=at)
 
-    def sync(self, file: int) -> None:
-        self.happens("sync", file_name(file), 0)
+    def refuse(self, number: int, *calls: str, name: str = "", at: range | None = None) -> None:
+        """Until `happens` is set again, all such calls of such files fail with this errno."""
 
-    def unlink(self, folder: Directory, name: str) -> None:
-        self.happens("unlink", name, 0)
-        super().unlink(folder, name)
+        def happens(call: str, that: str, where: int) -> None:
+            if call in calls and that.endswith(name) and (at is None or where in at):
+                raise trouble(number)
+
+        self.happens = happens
+
+
+def _rigged(call: str, at: int) -> Callable[..., Any]:
+    """A call of a file; `at`: which of its arguments says where."""
+
+    def rigged(disk: Rigged, *args: Any, **how: Any) -> Any:
+        name = file_name(args[0]) if isinstance(args[0], int) else args[1]
+        disk.happens(call, name, args[at] if len(args) > at else 0)
+        return getattr(WithoutSync, call)(disk, *args, **how)
+
+    return rigged
+
+
+# Which of their arguments says where, if one does.
+CALLS = {"peek": 2, "read": 2, "write": 2, "allocate": 1, "resize": 1, "lock_range": 1}
+CALLS |= dict.fromkeys(("open", "sync", "unlink", "lock", "rename", "make_folder"), 9)
+for _call, _at in CALLS.items():
+    setattr(Rigged, _call, _rigged(_call, _at))
+
+
+class RiggedClockwork(Clockwork, Rigged):
+    """Both."""
+
+
+class Untouched(WithoutSync):
+    """Nothing is written, made, locked or removed through it, nor opened to be written."""
+
+    def open(self, folder: Directory, name: str, **how: bool) -> int:
+        assert how.get("read_only"), f"{name} is opened to be written"
+        return super().open(folder, name, **how)
+
+    def write(self, *_: Any) -> int:
+        raise AssertionError("a write")
+
+    sync = allocate = resize = make_root = make_folder = rename = unlink = truncate = lock_range = write  # type: ignore[assignment]
+
+    def lock(self, file: int, *, wait: bool = True, shared: bool = False) -> bool:
+        assert shared, "a lock against others"
+        return super().lock(file, wait=wait, shared=shared)
+
+
+def throw(error: BaseException) -> None:
+    raise error
 
 
 def trouble(number: int = errno.EIO) -> OSError:
@@ -154,6 +158,10 @@ class Calls:
             thread.join(60)
             assert not thread.is_alive()
         return self.answers
+
+
+def model_of(folder: Path, label: bytes = LABEL) -> Path:
+    return folder / "models" / label.hex()[:16]
 
 
 def table_path(slab: Path) -> Path:

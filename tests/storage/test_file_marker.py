@@ -1,18 +1,17 @@
 """The file that says a store's format has some thirty bytes, and damage to it costs no page: the slabs say it too."""
 
-import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
-from file_disks import MIB, Open, WithoutSync, everything
+from file_disks import MIB, Open, Rigged, WithoutSync, everything, trouble
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage, check_storage, open_storage
 from kvarve.storage.base import Damaged
-from kvarve.storage.file.disk import Directory
+from kvarve.storage.file import maintenance
 from kvarve.storage.file.folder import check_folder
 from kvarve.testing.suite import LABEL, get, put
 
@@ -32,7 +31,7 @@ def damaged(marker: Path, how: str) -> None:
     if how == "missing":
         marker.unlink()
     else:
-        marker.write_bytes({"empty": b"", "zeros": bytes(30), "noise": os.urandom(30), "long": b"[" * 99_999}[how])
+        marker.write_bytes({"empty": b"", "noise": os.urandom(30), "long": b"[" * 99_999}[how])
 
 
 def test_any_flipped_bit_in_the_file_that_says_the_format_costs_nothing(filled: Path) -> None:
@@ -46,7 +45,7 @@ def test_any_flipped_bit_in_the_file_that_says_the_format_costs_nothing(filled: 
         check_folder(filled, MIB, LABEL, "model A", WithoutSync())
 
 
-@pytest.mark.parametrize("how", ["a bit", "missing", "empty", "zeros", "noise", "long"])
+@pytest.mark.parametrize("how", ["a bit", "missing", "empty", "noise", "long"])
 def test_a_damaged_format_is_written_anew_and_said(filled: Path, opened: Open, how: str, caplog, capsys) -> None:
     marker = filled / MARKER
     whole = marker.read_bytes()
@@ -66,19 +65,9 @@ def test_a_damaged_format_is_written_anew_and_said(filled: Path, opened: Open, h
 
 
 def test_a_format_that_cannot_be_read_is_written_anew(filled: Path, opened: Open) -> None:
-    class Bad(WithoutSync):
-        bad = True
-
-        def open(self, folder: Directory, name: str, **how: bool) -> int:
-            if name == MARKER and self.bad:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return super().open(folder, name, **how)
-
-        def rename(self, folder: Directory, old: str, new: str) -> None:
-            super().rename(folder, old, new)
-            self.bad = False
-
-    assert get(opened(disk=Bad()), "a") == b"1"
+    disk = Rigged()
+    disk.fail(trouble(), "open", MARKER)
+    assert get(opened(disk=disk), "a") == b"1"
 
 
 def test_the_table_of_any_model_says_the_format_and_either_of_its_headers_does(filled: Path, opened: Open) -> None:
@@ -129,45 +118,20 @@ def test_a_server_starts_without_a_damaged_storage_and_uses_it_once_it_is_mended
         storage.exists(["a"])
 
 
-def test_a_damaged_storage_that_is_closed_is_not_opened(filled: Path) -> None:
-    (filled / MARKER).write_bytes(b"{")
-    (filled / "models").rename(filled.parent / "models")
+@pytest.mark.parametrize("version", ["kvarve-slabs/44", "kvarve-slabs/1", "kvarve-files/4"])
+def test_a_store_of_another_version_is_refused_and_not_taken_for_a_damaged_one(filled: Path, version, capsys) -> None:
+    (filled / MARKER).write_text(json.dumps({"format": version, "owner": "unheard of"}, indent=1) + "\n")
     before = everything(filled)
-    storage = open_storage(f"file://{filled}?capacity=1MiB", label=LABEL, description="model A", answers=False)
-    storage.close()
-    with pytest.raises(StorageError, match="this storage is closed"):
-        storage.exists(["a"])
+    url = f"file://{filled}?capacity=1MiB"
+    for call in (
+        lambda: open_storage(url, label=LABEL, description="model A", answers=False),
+        lambda: check_folder(filled, MIB, LABEL, "model A", WithoutSync()),
+        lambda: maintenance.models(filled),
+    ):
+        with pytest.raises(StorageError, match=f"another version .*{version}.*empty this folder or give another") as it:
+            call()
+        assert not isinstance(it.value, Damaged) and "\n" not in str(it.value)
+    for does in ("stat", "ls", "verify"):
+        assert main(["storage", does, str(filled)]) == 2
+        assert f"another version of kvarve ({version!r})" in " ".join(capsys.readouterr().err.split())
     assert everything(filled) == before
-
-
-def test_one_damaged_tier_of_two_costs_that_one_alone(filled: Path, tmp_path: Path) -> None:
-    (filled / MARKER).write_bytes(b"{")
-    (filled / "models").rename(tmp_path / "models")
-    urls = [f"file://{filled}?capacity=1MiB", f"file://{tmp_path}/far?capacity=1MiB"]
-    storage = open_storage(urls, label=LABEL, description="model A", answers=False)
-    assert put(storage, b=b"2") == [True]
-    assert get(storage, "b") == b"2"
-    storage.close()
-
-
-def test_a_disk_that_answers_nothing_when_the_store_is_opened_is_damage(filled: Path, monkeypatch) -> None:
-    def scandir(*args: object) -> object:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", scandir)
-        storage = open_storage(f"file://{filled}?capacity=1MiB", label=LABEL, description="model A", answers=False)
-        with pytest.raises(Damaged, match="Input/output error"):
-            storage.exists(["a"])
-    assert get(storage, "a") == b"1"
-    storage.close()
-
-
-def test_a_store_of_another_version_is_not_taken_for_a_damaged_one(filled: Path) -> None:
-    before = everything(*filled.glob("models"))
-    for version in ("kvarve-slabs/44", "kvarve-files/4", "kvarve-slabs/1"):
-        (filled / MARKER).write_text(json.dumps({"format": version}, indent=1) + "\n")
-        with pytest.raises(StorageError, match="another version") as refusal:
-            open_storage(f"file://{filled}?capacity=1MiB", label=LABEL, description="model A", answers=False)
-        assert not isinstance(refusal.value, Damaged)
-    assert everything(*filled.glob("models")) == before

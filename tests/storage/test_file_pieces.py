@@ -2,9 +2,7 @@
 
 import mmap
 from collections.abc import Sequence
-from typing import Any
 
-import pytest
 from file_disks import Open, WithoutSync
 
 from kvarve.storage.file.disk import BLOCK_BYTES, address
@@ -39,11 +37,3 @@ def test_pieces_of_whole_blocks_are_written_in_place_and_adjacent_objects_in_one
     direct = [call for call in disk.written if set(call) & {*data}]
     assert direct in ([data], [[at] for at in data])  # in one call, or one by one where there is no direct I/O
     assert get(storage, "b") == bytes(headers[1]) + bytes(rows[1])
-
-
-@pytest.mark.parametrize("cut", [1, 100, BLOCK_BYTES - 1])
-def test_pieces_that_direct_io_cannot_take_are_written_all_the_same(opened: Open, cut: int) -> None:
-    storage: Any = opened(8 << 20)
-    pieces = [blocks(1, 1)[:cut], blocks(3, 2)[cut:], blocks(1, 3)]
-    assert storage.put_pieces(["a"], [pieces]) == [True]
-    assert get(storage, "a") == b"".join(map(bytes, pieces))

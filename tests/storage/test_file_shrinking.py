@@ -5,9 +5,10 @@ import itertools
 import shutil
 from pathlib import Path
 
+import file_pages
+import inspect_files
 import pytest
-import test_crashes as crashes
-from file_disks import MIB, Clockwork, Open, file_name, total, trouble
+from file_disks import MIB, Clockwork, Open, RiggedClockwork, file_name, quietly, total, trouble
 
 from kvarve.storage import FileStorage
 from kvarve.testing.faulty_disk import Fate, FaultyDisk
@@ -62,80 +63,51 @@ def test_a_store_that_becomes_smaller_keeps_the_hot_objects_that_lay_among_cold_
     storage = opened(WIDE, disk=disk, eviction=eviction)
     there_now = filled(storage, disk, 200)
     hot = there_now[:: len(there_now) // 20][:20]
-    use(storage, disk, hot)
-    slabs = {storage._index.place(name)[0].number for name in hot}
-    assert len(slabs) > 8, "hot objects lie in most slabs"
+    use(storage, disk, hot * 2)
+    before = {name: inspect_files.place(storage, name) for name in hot}
+    assert len({place.slab for place in before.values()}) > 8, "hot objects lie in most slabs"
     storage.close()
     storage = opened(NARROW, disk=disk, eviction=eviction)
     assert total(folder) <= NARROW
     assert kept(storage, hot) == 20
     storage.close()
     storage = opened(NARROW, disk=disk, eviction=eviction)
+    for name, place in before.items():
+        stored_ns, length, used_ns, uses = inspect_files.place(storage, name).facts
+        assert (stored_ns // 1_000_000, length) == (place.facts[0] // 1_000_000, place.facts[1])
+        assert used_ns >= place.facts[2] and uses >= 2, "as old and as much used as it was"
     assert kept(storage, hot) == 20, "another process finds them where they were moved to"
     assert kept(storage, there_now) > 20
 
 
-def test_what_is_moved_is_as_old_and_as_much_used_as_it_was(opened):
-    disk = Clockwork()
-    storage = opened(WIDE, disk=disk)
-    there_now = filled(storage, disk, 200)
-    hot = there_now[:: len(there_now) // 20][:20]
-    use(storage, disk, hot * 2)
+class Full(Clockwork):
+    free_bytes = 1 << 40
 
-    def facts(storage: FileStorage, name: str) -> tuple[int, ...]:
-        slab, row = storage._index.place(name)
-        stored_s = int(slab.stored[row]) // 1_000_000
-        return stored_s, *(int(column[row]) for column in (slab.length, slab.used, slab.uses))
+    def space(self, folder):
+        return self.free_bytes, 1 << 40
 
-    before = {name: facts(storage, name) for name in hot}
-    storage.close()
-    storage = opened(NARROW, disk=disk)
-    assert {name: facts(storage, name) for name in hot} == before
-    assert {uses for *_, uses in before.values()} == {2}
+    def allocate(self, file, size_bytes):
+        if size_bytes > self.free_bytes:
+            raise trouble(errno.ENOSPC)
+        super().allocate(file, size_bytes)
+
+    def truncate(self, folder, name):
+        self.free_bytes += super().look(folder, name).st_size
+        super().truncate(folder, name)
 
 
-def test_a_store_that_becomes_smaller_than_one_of_its_slabs_keeps_its_hottest_objects(opened, folder):
-    disk = Clockwork()
-    storage = opened(WIDE, disk=disk)
-    there_now = filled(storage, disk, 200) + ["large"]
-    assert put(storage, large=bytes(20_000)) == [True]
-    hot = there_now[:: len(there_now) // 4][:4]
-    use(storage, disk, hot)
-    least = min(slab.shape.bytes for slab in storage._index.slabs.values())
-    storage.close()
-    storage = opened(least // 2 + (20 << 10), disk=disk)
-    assert total(folder) <= least // 2 + (20 << 10)
-    assert kept(storage, hot) == 4
-
-
-@pytest.mark.parametrize("full", ["beyond the reserve", "wholly"])
-def test_on_a_full_disk_too_its_hottest_objects_are_kept(opened, folder, full):
-    """The room for them is that of the coldest slab."""
-
-    class Full(Clockwork):
-        free_bytes = 1 << 40
-
-        def space(self, folder):
-            return self.free_bytes, 1 << 40
-
-        def allocate(self, file, size_bytes):
-            if size_bytes > self.free_bytes:
-                raise trouble(errno.ENOSPC)
-            super().allocate(file, size_bytes)
-
-        def truncate(self, folder, name):
-            self.free_bytes += super().look(folder, name).st_size
-            super().truncate(folder, name)
-
+@pytest.mark.parametrize("free_bytes", [1 << 40, 100 * MIB, 0], ids=["room", "full beyond the reserve", "wholly full"])
+def test_a_store_that_becomes_smaller_than_one_of_its_slabs_keeps_its_hottest_objects(opened, folder, free_bytes):
+    """On a full disk the room for them is that of the coldest slab."""
     disk = Full()
     storage = opened(WIDE, disk=disk)
-    there_now = filled(storage, disk, 200) + ["large"]
+    there_now = filled(storage, disk, 200)
     assert put(storage, large=bytes(20_000)) == [True]
     hot = there_now[:: len(there_now) // 4][:4]
-    use(storage, disk, [*hot, "large"])
-    least = min(slab.shape.bytes for slab in storage._index.slabs.values())
+    use(storage, disk, [*hot, "large"] if free_bytes < 1 << 40 else hot)
+    least = min(shape.bytes for shape in inspect_files.slabs(storage).values())
     storage.close()
-    disk.free_bytes = 100 * MIB if full == "beyond the reserve" else 0
+    disk.free_bytes = free_bytes
     storage = opened(least // 2 + (20 << 10), disk=disk)
     assert total(folder) <= least // 2 + (20 << 10)
     assert kept(storage, hot) == 4
@@ -195,51 +167,36 @@ def test_the_bytes_of_what_is_moved_are_on_the_medium_before_its_entry(opened):
 
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_a_bad_sector_costs_the_objects_alone_that_were_to_be_moved_from_or_to_it(opened, folder, call):
-    class Bad(Clockwork):
-        bad = False
+    def bad(this: str, name: str, at: int) -> None:
+        if this == call and len(name) == len("slab-000000") and at % (5 * 4096) == 0:
+            raise trouble()
 
-        def _maybe(self, this: str, file: int, at: int) -> None:
-            if self.bad and this == call and len(file_name(file)) == len("slab-000000") and at % (5 * 4096) == 0:
-                raise trouble()
-
-        def read(self, file, into, at):
-            self._maybe("read", file, at)
-            return super().read(file, into, at)
-
-        def write(self, file, data, at):
-            self._maybe("write", file, at)
-            return super().write(file, data, at)
-
-    disk = Bad()
+    disk = RiggedClockwork()
     hot = hot_among_cold(opened, disk)
-    disk.bad = True
+    disk.happens = bad
     storage = opened(NARROW, disk=disk)
-    disk.bad = False
+    disk.happens = quietly
     assert total(folder) <= NARROW
     assert 12 <= kept(storage, hot) < 20
-    assert not storage._index.held and put(storage, more=b"1") == [True]
+    assert inspect_files.seized(storage) == 0 and put(storage, more=b"1") == [True]
 
 
 def test_a_process_that_has_the_store_open_finds_what_another_one_has_moved(opened, folder):
     """A slab of one class gives its room to another class, and its hot objects are among others of its own."""
     disk = Clockwork()
     storage, other = opened(WIDE, disk=disk), opened(WIDE, disk=disk)
-    there_now = filled(storage, disk, 300)
-    hot = [*{storage._index.place(name)[0]: name for name in there_now}.values()]  # one of each slab
+    lies = {name: inspect_files.place(storage, name).slab for name in filled(storage, disk, 300)}
+    hot = [*{slab: name for name, slab in lies.items()}.values()]  # one of each slab
     use(storage, disk, hot)
     disk.elapse(1)
-    before = {name: storage._index.place(name)[0] for name in hot}
-    really = storage._index.remove
 
-    def looks(*how: object) -> None:
+    def looks() -> None:
         assert kept(other, hot) == len(hot), "while each is there twice"
         other.delete(["none"])  # it frees what is there twice
-        really(*how)
 
-    storage._index.remove = looks
-    assert put(storage, large=bytes(40_000)) == [True]
-    gone = [name for name, slab in before.items() if storage._index.place(name)[0] is not slab]
-    assert gone, "the slab that was removed had some of them"
+    with inspect_files.before_removals(storage, looks):
+        assert put(storage, large=bytes(40_000)) == [True]
+    assert any(inspect_files.place(storage, name).slab != lies[name] for name in hot), "of the slab that was removed"
     assert kept(storage, hot) == kept(other, hot) == len(hot)
     assert total(folder) <= WIDE
 
@@ -247,35 +204,35 @@ def test_a_process_that_has_the_store_open_finds_what_another_one_has_moved(open
 def test_what_a_put_has_answered_for_is_not_evicted_for_what_is_moved(opened):
     disk = Clockwork()
     storage = opened(WIDE, disk=disk)
-    there_now = filled(storage, disk, 300)
-    coldest = next(name for name in there_now if storage._index.place(name)[0].number != 0)
-    use(storage, disk, [name for name in there_now if name != coldest])
+    lies = {name: inspect_files.place(storage, name).slab for name in filled(storage, disk, 300)}
+    coldest = next(name for name, slab in lies.items() if slab != 0)
+    use(storage, disk, [name for name in lies if name != coldest])
     names = [coldest, "large"]
     stored = storage.put(names, [memoryview(page(int(coldest[5:]))), memoryview(bytes(40_000))])
     assert stored == [True, True] and storage.exists(names) == stored
 
 
 @pytest.mark.parametrize(("fate", "seeds"), [("killed", 1), ("dropped", 1), ("torn", 4)])
-@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [100, pytest.param(1, marks=pytest.mark.long)])
 def test_after_a_cut_at_any_moment_of_it_the_hot_objects_are_there_and_no_bytes_are_wrong(
     tmp_path: Path, fate: Fate, seeds: int, every: int
 ) -> None:
     root, wide, narrow = tmp_path / "root", 400 << 10, 120 << 10
     disk = FaultyDisk(root)
-    storage = crashes.opened(root, disk, capacity=wide)
-    cold, hot = crashes.pages("full", *range(70)), crashes.pages("full", *range(100, 112))
-    assert all(crashes.store(storage, cold))
+    storage = file_pages.opened(root, disk, capacity=wide)
+    cold, hot = file_pages.pages("full", *range(70)), file_pages.pages("full", *range(100, 112))
+    assert all(file_pages.store(storage, cold))
     storage.delete([page.name for page in cold[:60:5]])
-    assert all(crashes.store(storage, hot)), "in the rows of those, of all slabs"
+    assert all(file_pages.store(storage, hot)), "in the rows of those, of all slabs"
     storage.close()
     began = len(disk.events)
-    crashes.opened(root, disk, capacity=narrow).close()
+    file_pages.opened(root, disk, capacity=narrow).close()
     missing = 0
     for count, seed in itertools.product(range(began, len(disk.events) + 1, every), range(seeds)):
         folder = tmp_path / f"{count} {seed}"
         disk.after(count, folder, fate, seed)
-        storage = crashes.opened(folder, capacity=narrow)
-        missing += len({*hot} - crashes.intact(storage, hot + cold))
+        storage = file_pages.opened(folder, capacity=narrow)
+        missing += len({*hot} - file_pages.intact(storage, hot + cold))
         assert total(folder) <= narrow
         storage.close()
         shutil.rmtree(folder)

@@ -1,15 +1,15 @@
 """Readers do not wait for long work of a store, and a store keeps nothing of groups that have no object any more."""
 
-import gc
 import threading
-import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
+import inspect_files
 import pytest
-from file_disks import MIB, Calls, Clockwork, Rigged, WithoutSync
+from file_disks import MIB, Calls, Clockwork, Rigged
+from processes import until
 
 from kvarve.storage import FileStorage
+from kvarve.storage.file import slab_allocator
 from kvarve.storage.file.idle_models import IdleModels
 from kvarve.storage.file.slab_allocator import AT_ONCE
 from kvarve.testing.suite import OTHER_LABEL, get, put, there
@@ -17,11 +17,11 @@ from kvarve.testing.suite import OTHER_LABEL, get, put, there
 CAPACITY = 512 << 10
 
 
-def full(storage: FileStorage, count: int = 200) -> list[str]:
+def full(storage: FileStorage) -> list[str]:
     """Store until objects had to be evicted; the names that are there now."""
-    names = [f"page-{i}" for i in range(count)]
-    for name in names:
-        assert put(storage, **{name: bytes(4096)}) == [True]
+    names = [f"page-{i}" for i in range(150)]
+    for at in range(0, 150, 10):
+        assert all(put(storage, **dict.fromkeys(names[at : at + 10], bytes(4096))))
     assert storage.usage().evicted > 0
     return there(storage, *names).split()
 
@@ -50,29 +50,16 @@ def while_it_waits(monkeypatch: pytest.MonkeyPatch, where: Any, what: str) -> tu
     return began, goes_on
 
 
-def test_a_lookup_does_not_wait_while_victims_are_chosen(opened, monkeypatch):
+@pytest.mark.parametrize("long", ["victims are chosen", "the tables of other models are read"])
+def test_a_reader_does_not_wait_while(opened, monkeypatch, long):
     """With a million objects that took up to 0.8 s, once for every 64th of them that was evicted."""
-    storage = opened(CAPACITY)
-    some = full(storage)
-    storage._allocator._queues.clear()
-    began, goes_on = while_it_waits(
-        monkeypatch, __import__("kvarve.storage.file.slab_allocator", fromlist=["coldest"]), "coldest"
-    )
-    calls = Calls()
-    calls.start("put", lambda: put(storage, new=b"1"))
-    assert began.wait(60)
-    asked(storage, some[-1])
-    goes_on.set()
-    assert calls.join() == {"put": [True]}
-
-
-def test_a_reader_does_not_wait_until_the_tables_of_other_models_are_read(opened, monkeypatch):
-    other = opened(CAPACITY, OTHER_LABEL, "model B")
+    other = opened(CAPACITY, OTHER_LABEL)
     full(other)
     other.close()
     storage = opened(CAPACITY)
     put(storage, first=bytes(9000))
-    began, goes_on = while_it_waits(monkeypatch, IdleModels, "offers")
+    where, what = (slab_allocator, "coldest") if long.startswith("victims") else (IdleModels, "offers")
+    began, goes_on = while_it_waits(monkeypatch, where, what)
     calls = Calls()
     calls.start("put", lambda: put(storage, new=b"1"))
     assert began.wait(60)
@@ -81,65 +68,37 @@ def test_a_reader_does_not_wait_until_the_tables_of_other_models_are_read(opened
     assert calls.join() == {"put": [True]}
 
 
-class Turns:
-    """A lock; before it is taken for the third time a reader goes first."""
-
-    def __init__(self, lock: Any, between: Callable[[], None]) -> None:
-        self.lock, self.between, self.taken = lock, between, 0
-
-    def __enter__(self) -> None:
-        self.taken += 1
-        if self.taken == 3:
-            self.between()
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-
 def test_a_reader_does_not_wait_until_all_of_a_slab_is_evicted(opened):
     storage = opened(8 * MIB)
     names = [f"page-{i}" for i in range(120)]
     assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
-    slab = storage._index.slabs[0]
-    held = [name for name in names if storage._index.place(name)[0] is slab]
+    held = [name for name, place in inspect_files.places(storage).items() if place.slab == 0]
     assert len(held) > 3 * AT_ONCE
     left = []
-    with storage._changing():
-        turns = Turns(storage._lock, lambda: (asked(storage, held[0]), left.append(sum(storage.exists(held)))))
-        storage._allocator._lock = turns
-        storage._allocator.remove(slab, "a test")
+    with inspect_files.turns(storage, lambda: (asked(storage, held[0]), left.append(sum(storage.exists(held))))):
+        inspect_files.remove(storage, 0)
     assert left == [len(held) - 2 * AT_ONCE], "some of them have been evicted by then"
     assert storage.exists(held) == [False] * len(held)
     assert storage.usage().evicted == len(held)
 
 
-class Seizing(WithoutSync):
-    """Before a row is locked it asks `seizes()`."""
-
-    seizes: Callable[[], None] = staticmethod(lambda: None)
-
-    def lock_range(self, file: int, at: int, size_bytes: int) -> bool:
-        self.seizes()
-        return super().lock_range(file, at, size_bytes)
-
-
 def test_a_reader_waits_for_one_victim_of_a_put_and_not_for_all(opened):
     """The put let go of the lock between two rows, and had it again before the reader was awake."""
-    disk, calls, seized = Seizing(), Calls(), []
+    disk, calls, seized = Rigged(), Calls(), []
     storage = opened(CAPACITY, disk=disk)
     there_still = full(storage)[-1]
 
-    def seizes() -> None:
-        seized.append(len(seized))
+    def seizes(call: str, name: str, at: int) -> None:
+        if call != "lock_range":
+            return
+        seized.append(at)
         if len(seized) == 1:
             calls.start("exists", lambda: storage.exists([there_still]))
-            while not storage._asking.locked():
-                pass
+            until(lambda: inspect_files.is_asked(storage))
         elif len(seized) == 2:
             assert calls.join() == {"exists": [True]}
 
-    disk.seizes = seizes
+    disk.happens = seizes
     assert storage.put(["b", "c", "d"], [memoryview(b"1")] * 3) == [True] * 3
     assert len(seized) == 3
 
@@ -151,13 +110,7 @@ def test_a_reader_does_not_wait_until_tables_are_written(opened, what):
     put(storage, a=b"1", b=b"2")
     seen = []
 
-    def happens(call: str, name: str, at: int) -> None:
-        if call == "write" and name.endswith(".table"):
-            disk.happens = lambda call, name, at: None
-            asked(storage, "a")
-            seen.append(name)
-
-    disk.happens = happens
+    disk.once(lambda: seen.append(asked(storage, "a")), "write", ".table")
     assert (put(storage, c=b"3") if what == "put" else storage.delete(["b"])) == [True]
     assert seen
 
@@ -170,51 +123,35 @@ def test_what_is_too_old_goes_in_parts_between_which_others_are_heard(opened):
     disk.elapse(100)
     put(storage, young=b"1")  # expired objects are freed now
     disk.elapse(59)
-    assert storage._index.states()["stored"] == 1
+    assert inspect_files.rows(storage)["stored"] == 1
     assert all(storage.put(names, [memoryview(bytes(4096))] * 120))
     disk.elapse(61)
     left = []
-    storage._allocator._lock = Turns(storage._lock, lambda: left.append(storage._index.states()["stored"]))
-    assert put(storage, other=b"1") == [True]
+    with inspect_files.turns(storage, lambda: left.append(inspect_files.rows(storage)["stored"])):
+        assert put(storage, other=b"1") == [True]
     assert left and 0 < left[0] < 121
 
 
 # --- victim lists of groups without objects
 
 
-def salt(number: int) -> str:
-    return f"{number:016x}"
-
-
 def test_of_salts_that_have_come_and_gone_nothing_stays(opened):
     """Each left a list of victims, of some 8 KB, for as long as the store was open."""
-    storage = opened(2 * MIB, quota_bytes=65 * 4096, disk=WithoutSync())
-
-    def come_and_go(first: int, last: int) -> None:
-        for number in range(first, last):
-            for pages in (range(65), range(65, 70)):  # the second call evicts the objects of the first
-                names = [f"{salt(number)}-{page}" for page in pages]
-                assert all(storage.put(names, [memoryview(b"1")] * len(names)))
-            if number % 3 == 0:
-                storage.delete([f"{salt(number)}-{page}" for page in range(70)])
-
-    come_and_go(0, 70)
-    gc.collect()
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        come_and_go(1000, 1100)
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    print(f"{grown} bytes for 100 salts")
-    assert grown < 300_000
-    index = storage._index
-    there_now = {name.partition("-")[0] for name in index.entries}
-    assert index._of_group.keys() == there_now
-    assert sum(index._of_group.values()) == 4096 * len(index.entries)
-    assert len(storage._allocator._queues) <= 32
+    storage = opened(MIB, quota_bytes=5 * 4096)
+    for number in range(50):
+        for pages in (range(5), range(5, 7)):  # the second call evicts objects of the first
+            names = [f"{number:016x}-{page}" for page in pages]
+            assert all(storage.put(names, [memoryview(b"1")] * len(names)))
+        if number % 3 == 0:
+            storage.delete([f"{number:016x}-{page}" for page in range(7)])
+    names, counted = inspect_files.places(storage), inspect_files.groups(storage)
+    assert counted.keys() == {name.partition("-")[0] for name in names}
+    assert sum(counted.values()) == 4096 * len(names)
+    assert inspect_files.orders(storage) <= 32
+    for group in counted:
+        storage.put([f"{group}-x"], [memoryview(b"1")])
+        there = [name for name in inspect_files.places(storage) if name.startswith(group)]
+        assert len(there) <= 5, "a quota holds for more salts than orders are kept of"
 
 
 def test_two_salts_that_have_one_number_do_not_pay_for_each_other(opened, monkeypatch):
@@ -227,13 +164,3 @@ def test_two_salts_that_have_one_number_do_not_pay_for_each_other(opened, monkey
     assert there(storage, *(f"{group}-{i}" for group in ("aaaa", "bbbb") for i in range(20))) == (
         "aaaa-17 aaaa-18 aaaa-19 bbbb-17 bbbb-18 bbbb-19"
     )
-
-
-def test_a_quota_holds_for_more_salts_than_orders_are_kept_of(opened):
-    storage = opened(8 * MIB, quota_bytes=2 * 4096, disk=WithoutSync())
-    for page in range(4):
-        for number in range(100):
-            assert put(storage, **{f"{salt(number)}-{page}": b"1"}) == [True]
-    for number in range(100):
-        assert storage.exists([f"{salt(number)}-{page}" for page in range(4)]) == [False, False, True, True]
-    assert len(storage._allocator._queues) <= 32

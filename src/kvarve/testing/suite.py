@@ -503,7 +503,7 @@ def run_against_a_dict(
 
     machine: Any = History
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=14, stateful_step_count=25, deadline=None, print_blob=True)
+        machine, settings=settings(max_examples=40, stateful_step_count=25, deadline=None, print_blob=True)
     )
 
 
