@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -20,16 +21,8 @@ URL = "file:///var/kvarve?capacity=100GiB"
 
 
 def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
-    theirs = {
-        "backend_name": "kvarve",
-        "module_path": "kvarve.integrations.sglang",
-        "class_name": "HiCacheKvarve",
-        "interface_v1": 1,
-        "prefetch_threshold": 256,
-        "prefetch_timeout_base": 1,
-        "prefetch_timeout_per_ki_token": 0.25,
-        "hicache_storage_pass_prefix_keys": False,
-    }
+    names = ["backend_name", "module_path", "class_name", "interface_v1", "hicache_storage_pass_prefix_keys"]
+    theirs = dict.fromkeys([*names, "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"], 1)
     assert Settings.read({**theirs, "storage": URL}) == Settings((URL,))
     ours = {"storage": [URL, "mooncake://m:1"], "deadline_s": 2, "weights": "w", "model": "m", "buffer_memory": "8MiB"}
     assert Settings.read({**theirs, **ours}) == Settings((URL, "mooncake://m:1"), 2.0, "m", "w", "", 8 << 20)
@@ -39,16 +32,12 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
     ("extra", "told"),
     [
         (None, "extra config: 'storage' is missing: give a URL, such as 'file:///"),
-        ({}, "'storage' is missing"),
-        ({"storage": []}, "or a list"),
         ({"storage": [URL, 3]}, "or a list"),
         ({"storage": URL, "dead_line_s": 3}, "unknown setting 'dead_line_s'; did you mean 'deadline_s'"),
-        ({"storage": URL, "deadline_s": "3"}, "'deadline_s' is '3'; it has to be a number of seconds"),
         ({"storage": URL, "deadline_s": 10}, "above 0 and below 10"),
         ({"storage": URL, "deadline_s": True}, "'deadline_s' is True"),
         ({"storage": URL, "weights": 7}, "'weights' is 7; it has to be a text"),
         ({"storage": URL, "buffer_memory": 7}, "at least 1 MiB"),
-        ({"storage": URL, "buffer_memory": "many"}, "many"),
     ],
 )
 def test_a_wrong_setting_is_one_error_that_says_what_to_do(extra: dict[str, Any] | None, told: str) -> None:
@@ -62,17 +51,14 @@ def test_a_wrong_setting_is_one_error_that_says_what_to_do(extra: dict[str, Any]
 def test_any_part_of_an_identity_changes_the_label() -> None:
     usual = Identity("m", "w", "n", (1, 1, 1, False))
     others = [
-        Identity("m2", "w", "n", (1, 1, 1, False)),
-        Identity("m", "w2", "n", (1, 1, 1, False)),
-        Identity("m", "w", "n2", (1, 1, 1, False)),
-        Identity("m", "w", "n", (2, 1, 1, False)),
-        Identity("m", "w", "n", (1, 2, 1, False)),
-        Identity("m", "w", "n", (1, 1, 2, False)),
-        Identity("m", "w", "n", (1, 1, 1, True)),
-        Identity("m", "w", "n", (1, 1, 1, False), "another format"),
+        replace(usual, model="m2"),
+        replace(usual, weights="w2"),
+        replace(usual, numerics="n2"),
+        *(replace(usual, ranks=ranks) for ranks in ((2, 1, 1, False), (1, 2, 1, False), (1, 1, 2, False))),
+        replace(usual, ranks=(1, 1, 1, True)),
+        replace(usual, format="another format"),
     ]
-    labels = {each.fingerprint() for each in [usual, *others]}
-    assert len(labels) == 9
+    assert len({each.fingerprint() for each in [usual, *others]}) == 9
     assert usual.fingerprint() == Identity("m", "w", "n", (1, 1, 1, False)).fingerprint()
 
 
@@ -124,18 +110,6 @@ def test_a_copy_of_the_weights_has_their_fingerprint_and_a_changed_one_another(w
     assert usual not in {*map(checkpoint, others)}
 
 
-def test_checkpoint_another_format_are_sampled(tmp_path: Path) -> None:
-    prints = []
-    for number in range(3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        data = bytearray(1 << 20)
-        data[: 1 << 19] = b"x" * (1 << 19) if number == 2 else data[: 1 << 19]
-        (folder / ("model.safetensors" if number else "model.gguf")).write_bytes(data)
-        prints.append(checkpoint(str(folder)))
-    assert len({*prints}) == 3
-
-
 def test_weights_that_are_not_on_this_machine_are_an_error_that_says_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no weights"):
         checkpoint(str(tmp_path))
@@ -175,13 +149,7 @@ def test_a_prompt_may_resume_where_every_pool_has_what_it_reads(
     assert (found.legal, found.pages) == (legal, max(legal, default=0))
 
 
-def test_each_pools_own_boundary_is_told_whatever_the_others_have() -> None:
-    asked = [Asked("kv", None), Asked("swa", 2), Asked("mamba", 1)]
-    found = resumable(asked, [pages("xxxx."), pages(".xx.."), pages(".....")])
-    assert found.by_pool == {"kv": 4, "swa": 3, "mamba": 0}
-    assert (found.pages, found.legal) == (0, [])
-
-
+@settings(max_examples=30)
 @given(
     st.integers(1, 9).flatmap(
         lambda count: st.lists(
