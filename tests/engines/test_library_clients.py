@@ -15,6 +15,7 @@ if not all(map(importlib.util.find_spec, ("langchain_openai", "litellm"))):
 
 pytestmark = pytest.mark.timeout(300)
 NAME, NEW, CHUNK = "tiny", 6, 64
+PROVIDERS = ["openai", pytest.param("hosted_vllm", marks=pytest.mark.long)]
 # That of the model knows no tools.
 TEMPLATE = """\
 {%- for tool in tools or [] %}[{{ tool.function.name }}: {{ tool.function.description }}]{% endfor %}
@@ -71,9 +72,14 @@ def test_langchain_is_told_how_many_tokens_of_a_prompt_were_cached(url: str) -> 
     assert used["input_tokens"] > 2 * CHUNK
     assert cold.usage_metadata["input_token_details"]["cache_read"] == 0
     assert used["input_token_details"]["cache_read"] == full_chunks(used["input_tokens"])
+    whole, *rest = langchain_model(url, stream_usage=True).stream("A boat went out to sea. " * 40)
+    for piece in rest:
+        whole += piece
+    assert whole.content == warm.content and whole.usage_metadata == used, "a stream ends with the usage"
+    assert whole.response_metadata["finish_reason"] == warm.response_metadata["finish_reason"]
 
 
-@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("chat", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_batches_and_streams_of_langchain_say_what_single_calls_say(url: str, chat: bool) -> None:
     model, prompts = langchain_model(url, chat), [f"The {name} sails" for name in ("king", "queen", "fish")]
 
@@ -89,19 +95,6 @@ def test_batches_and_streams_of_langchain_say_what_single_calls_say(url: str, ch
     assert asyncio.run(at_once()) == (alone, alone[1])
     pieces = [text(piece) for piece in model.stream(prompts[0])]
     assert "".join(pieces) == alone[0] and len(pieces) > 2
-
-
-def test_a_stream_of_langchain_ends_with_the_usage_of_the_whole_answer(url: str) -> None:
-    model = langchain_model(url, stream_usage=True)
-    whole = model.invoke("A net full of herring. " * 40)
-    first, *rest = model.stream("A net full of herring. " * 40)
-    for piece in rest:
-        first += piece
-    assert first.content == whole.content
-    tokens, cached = whole.usage_metadata["input_tokens"], first.usage_metadata["input_token_details"]["cache_read"]
-    assert first.usage_metadata["total_tokens"] == whole.usage_metadata["total_tokens"]
-    assert cached == full_chunks(tokens) > 0
-    assert first.response_metadata["finish_reason"] == whole.response_metadata["finish_reason"]
 
 
 def test_tools_their_calls_and_their_answers_reach_the_template_from_langchain(litellm: Any, url: str) -> None:
@@ -139,7 +132,7 @@ def test_a_prompt_beyond_the_context_is_an_overflow_to_langchain(url: str) -> No
         langchain_model(url, api_key="window").invoke("a")
 
 
-@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_litellm_reads_answers_streams_and_batches(
     litellm: Any, ask: Callable[..., Any], url: str, provider: str
 ) -> None:
@@ -158,13 +151,13 @@ def test_litellm_reads_answers_streams_and_batches(
     assert [one.choices[0].message.content for one in batch] == [content] * 2
 
 
-@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_litellm_knows_the_errors_by_their_kinds(litellm: Any, ask: Callable[..., Any], provider: str) -> None:
     model = f"{provider}/{NAME}"
-    for prompt, more in (("a " * 40_000, {}), ("a", {"max_tokens": 40_000})):
-        with pytest.raises(litellm.ContextWindowExceededError):
-            ask(prompt, model=model, **more)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        ask("a " * 40_000, model=model)
     for more, kind in (
+        ({"max_tokens": 40_000}, litellm.ContextWindowExceededError),
         ({"model": f"{provider}/other"}, litellm.NotFoundError),
         ({"api_key": "window"}, litellm.AuthenticationError),
         ({"response_format": {"type": "json_object"}}, litellm.BadRequestError),
