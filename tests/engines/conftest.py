@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import forks  # noqa: E402
 from engine_process import VllmProcess  # noqa: E402
 from tiny_models import MODELS  # noqa: E402
 
@@ -43,7 +43,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     def made(name: str) -> Path:
         if not (models / name / "made.json").exists():
             command = [sys.executable, str(HERE / "tiny_models.py"), name, str(models)]
-            subprocess.run(command, check=True, capture_output=True)
+            forks.run(command, check=True, capture_output=True)
         return models / name
 
     return made

@@ -67,7 +67,7 @@ def engine() -> Engine:
 @pytest.mark.parametrize(
     "method",
     ["reload_weights", "update_weights", "a_method_of_a_worker_extension", lambda worker: None, lambda worker: 1 / 0],
-    ids=str,
+    ids=["reload", "update", "extension", "function", "failure"],
 )
 def test_a_remote_call_may_have_changed_the_weights_whatever_it_says(engine: Engine, method: Any) -> None:
     """A sum of them would not tell: some are packed for the processor."""

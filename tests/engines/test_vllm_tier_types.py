@@ -12,7 +12,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     from kvarve.integrations import vllm_tier
@@ -97,18 +97,6 @@ def test_a_chunk_goes_to_the_storage_and_back_into_another_row(make: Make) -> No
     assert tier.lookup(KEYS[2], CONTEXT) is LookupResult.MISS
 
 
-def test_a_lookup_is_retried_until_the_storage_has_answered(make: Make) -> None:
-    tier = make(**NAMED)
-    assert tier.lookup(KEYS[0], CONTEXT) is LookupResult.RETRY
-    tier.on_schedule_end(ScheduleEndContext((), ()))
-    while tier.lookup(KEYS[0], CONTEXT) is LookupResult.RETRY:
-        tier.chunks.wait(LONG_S)
-        assert not [*tier.get_finished_jobs()]
-    assert tier.lookup(KEYS[0], CONTEXT) is LookupResult.MISS
-    tier.on_request_finished(CONTEXT)
-    assert tier.lookup(KEYS[0], CONTEXT) is LookupResult.RETRY
-
-
 def test_events_tell_what_was_stored_and_what_is_gone(make: Make) -> None:
     tier = make(**NAMED, enable_kv_events=True, locality="LOCAL")
     tier.submit_store(job(1, KEYS[:1], [0]))
@@ -163,27 +151,12 @@ def test_adapters_of_which_vllm_tells_a_tier_nothing_are_refused_unless_they_are
     assert make(weights="v1", identity="adapters of May")
 
 
-def test_no_chunk_is_found_once_vllm_has_emptied_its_caches(make: Make) -> None:
-    """It does that as weights change, and says no more of it to a tier than that its jobs have to end."""
-    tier = make(**NAMED)
-    tier.submit_store(job(1, KEYS[:1], [0]))
-    finished(tier)
-    tier.drain_jobs()
-    tier.submit_load(job(2, KEYS[:1], [1], load=True))
-    (loaded,) = finished(tier)
-    assert not loaded.success
-    tier.submit_store(job(3, KEYS[:1], [0]))
-    assert finished(tier)[0].success and tier.lookup(KEYS[0], CONTEXT) is LookupResult.HIT
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"parallel": SimpleNamespace(world_size=2, tp_size=2, pp_size=1, pcp_size=1, dcp_size=1)},
-        {"model": SimpleNamespace(name="model", dtype="float16")},
         {"groups": (SimpleNamespace(group_id=0, tokens_per_block=32, layer_names=("l.0",)),)},
         {"kv_cache_layout": "LBNHC"},
-        {"worker_kv_bytes_per_block": 4096},
     ],
     ids=lambda change: next(iter(change)),
 )

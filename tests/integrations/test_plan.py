@@ -203,19 +203,6 @@ def test_a_storage_that_hangs_delays_a_request_by_its_patience_only() -> None:
     settled(sim)
 
 
-def test_sources_tell_the_host_from_storage() -> None:
-    storage: dict = {}  # type: ignore[type-arg]
-    ask(engine(storage=storage), prompt(70), "first")
-    sim = engine(storage=storage)
-    told: list[dict[Tier, int]] = []
-    real = sim.planner.sources
-    sim.planner.sources = lambda name: told.append(real(name)) or {}  # type: ignore[method-assign, assignment, func-returns-value]
-    ask(sim, prompt(70), "again")
-    sim.reset()
-    ask(sim, prompt(70), "third")
-    assert told == [{Tier.STORAGE: 64}, {Tier.HOST: 64}]
-
-
 def test_every_token_of_a_prompt_is_counted_once_with_the_reason_why_it_was_cached_or_not() -> None:
     sim = engine()
     ask(sim, prompt(70), "first")

@@ -11,8 +11,6 @@ from tier_bed import DEADLINE_S, LONG_S, ROW_BYTES, Bed, StallingDisk, key
 
 from kvarve.errors import ConfigError
 from kvarve.integrations.chunks import ChunkStore, Found, namespace_of
-from kvarve.keys import parse_object_name
-from kvarve.memory.record import title, whole
 from kvarve.storage import Breaker, MemoryStorage
 from kvarve.testing import Rule
 
@@ -316,15 +314,6 @@ def test_chunks_in_use_by_the_engine_are_evicted_last(make: MakeBed) -> None:
         bed.store(number)
         number += 1
     assert bed.files.exists([bed.name(0)]) == [True]
-
-
-def test_every_object_is_a_record_that_names_itself(bed: Bed) -> None:
-    bed.store(1, group=3)
-    raw = bed.sick.read(bed.name(1, 3))
-    name = parse_object_name(bed.name(1, 3))
-    assert raw is not None and whole(memoryview(raw)) and name is not None
-    assert title(memoryview(raw))[:3] == (bed.namespace, key(1)[:32], "group3")
-    assert (name.key, name.pool, name.rank, name.ranks) == (key(1)[:32], "group3", 0, 1)
 
 
 def test_a_namespace_has_every_field_and_plain_values_only_and_rows_are_whole_blocks() -> None:

@@ -88,18 +88,6 @@ def test_engines_that_differ_in_model_weights_or_layout_share_no_page(make: Make
     assert make(FULL, interface_v1=0).engine().consume(prompt) == 0
 
 
-@pytest.mark.parametrize("cfg", [MAMBA, *long(FULL, SWA, ALL)], ids=lambda cfg: cfg.label)
-def test_two_engines_at_once_on_one_store_see_each_others_pages(make: MakeFixtures, cfg: Any) -> None:
-    fixtures = make(cfg)
-    one, other = fixtures.engine(), fixtures.engine()
-    mine, theirs = fixtures.prompt(fixtures.pages), fixtures.prompt(fixtures.pages, start=100_000)
-    one.produce(mine)
-    other.produce(theirs)
-    other.produce(mine)  # the same pages once more
-    assert fixtures.engine().consume(mine) == len(mine)
-    assert fixtures.engine().consume(theirs) == len(theirs)
-
-
 # --- while the engine runs
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from sglang_engines import KINDS, MakeFixtures, long
 from sglang_witness import Sick, Witness
 
@@ -85,33 +84,6 @@ def test_a_store_that_fails_or_hangs_is_a_miss_until_it_is_well(
         sick.heal()
         engine.settle()
     assert fixtures.engine().consume(prompt) == len(prompt)
-
-
-def test_a_read_that_comes_late_writes_to_no_slot_of_the_host_pools(make: MakeFixtures, sick: Sick) -> None:
-    fixtures = make(MAMBA)
-    prompt = fixtures.prompt(fixtures.pages)
-    fixtures.engine().produce(prompt)
-    engine = fixtures.engine(deadline_s=SOON_S)
-    storage = sick.storages[-1]
-    storage.stall("get")
-    assert engine.consume(prompt) == 0
-    heads, states = (entry.host_pool for entry in engine.cache.host_pool_group.entries)
-    buffers = [heads.kv_buffer, states.temporal_buffer, *states.conv_buffer]
-    for buffer in buffers:  # slots that were given back now hold other requests' pages
-        buffer.fill_(7)
-    assert storage.counts["stall"], "the reads come after all"
-    storage.release()
-    engine.settle()
-    assert all(torch.equal(buffer, torch.full_like(buffer, 7)) for buffer in buffers)
-
-
-def test_a_full_store_refuses_and_the_engine_goes_on(make: MakeFixtures) -> None:
-    fixtures = make(FULL)
-    fixtures.extra["storage"] = f"file://{fixtures.folder}/small?capacity=1MiB"
-    engine = fixtures.engine()
-    for start in range(1, 7):
-        engine.produce(fixtures.prompt(2, start=start * 100_000))
-    assert fixtures.engine().consume(fixtures.prompt(2, start=700_000)) == 0
 
 
 def test_a_store_with_random_trouble_of_its_own_restores_no_wrong_byte(make: MakeFixtures, sick: Sick) -> None:
