@@ -12,9 +12,10 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import forks  # noqa: E402
 from engine_process import VllmProcess  # noqa: E402
 from tiny_models import MODELS  # noqa: E402
+
+import forks  # noqa: E402
 
 
 @pytest.hookimpl(optionalhook=True)
