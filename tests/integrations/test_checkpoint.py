@@ -55,7 +55,7 @@ def test_a_file_of_any_other_format_is_told_by_size_and_samples(tmp_path: Path, 
 HEADER = b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[%s]}}'
 
 
-@pytest.mark.parametrize("span", [b"-9,9", b"9,0", b"0,99", b"0,9e99", b"0", b'"0","9"', b"null"])
+@pytest.mark.parametrize("span", [b"-9,9", b"9,0", b"0,99", b"0,1" + b"0" * 30, b"0", b'"0","9"', b"null"])
 def test_a_header_that_points_outside_its_file_is_no_header(tmp_path: Path, span: bytes) -> None:
     prints = set()
     for content in (b"123456789", b"987654321"):
