@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +10,12 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from engine_process import VllmProcess  # noqa: E402
 from tiny_models import MODELS  # noqa: E402
+
+import forks  # noqa: E402
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -43,7 +44,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     def made(name: str) -> Path:
         if not (models / name / "made.json").exists():
             command = [sys.executable, str(HERE / "tiny_models.py"), name, str(models)]
-            subprocess.run(command, check=True, capture_output=True)
+            forks.run(command, check=True, capture_output=True)
         return models / name
 
     return made

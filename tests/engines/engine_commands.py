@@ -10,17 +10,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from engine_environment import ENVIRONMENT
+
 SETTINGS: dict[str, Any] = json.loads(sys.argv[1])
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS=str(SETTINGS.get("threads", 1)),
-    TORCH_COMPILE_DISABLE="1",  # of small functions, which takes a C++ compiler and seconds in each process
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_LOGGING_LEVEL="WARNING",
-    VLLM_NO_USAGE_STATS="1",
-)
+os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(SETTINGS.get("threads", 1)), VLLM_ENABLE_V1_MULTIPROCESSING="0")
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the engine prints is no answer
 

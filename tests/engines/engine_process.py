@@ -8,10 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine_environment import ENVIRONMENT
 from tiny_models import VOCABULARY
+
+import forks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+# Engines are forked from a process that has imported these.
+os.environ.update(ENVIRONMENT)
+forks.PRELOADED[:] = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 
 
 class VllmProcess:
@@ -19,15 +25,13 @@ class VllmProcess:
 
     def __init__(self, settings: dict[str, Any], errors: Path) -> None:
         self.errors = errors
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         self.seam: str = settings["seam"]
         log = errors.open("w")
-        self._process = subprocess.Popen(
+        self._process = forks.Popen(
             [sys.executable, str(HERE / "vllm_process.py"), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=environment,
             text=True,
         )
         log.close()

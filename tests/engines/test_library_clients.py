@@ -1,6 +1,5 @@
 """LangChain and LiteLLM talk to a kvarve server as they talk to OpenAI's."""
 
-import asyncio
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ if not all(map(importlib.util.find_spec, ("langchain_openai", "litellm"))):
 
 pytestmark = pytest.mark.timeout(300)
 NAME, NEW, CHUNK = "tiny", 6, 64
+PROVIDERS = ["openai", pytest.param("hosted_vllm", marks=pytest.mark.long)]
 # That of the model knows no tools.
 TEMPLATE = """\
 {%- for tool in tools or [] %}[{{ tool.function.name }}: {{ tool.function.description }}]{% endfor %}
@@ -71,37 +71,11 @@ def test_langchain_is_told_how_many_tokens_of_a_prompt_were_cached(url: str) -> 
     assert used["input_tokens"] > 2 * CHUNK
     assert cold.usage_metadata["input_token_details"]["cache_read"] == 0
     assert used["input_token_details"]["cache_read"] == full_chunks(used["input_tokens"])
-
-
-@pytest.mark.parametrize("chat", [True, False])
-def test_batches_and_streams_of_langchain_say_what_single_calls_say(url: str, chat: bool) -> None:
-    model, prompts = langchain_model(url, chat), [f"The {name} sails" for name in ("king", "queen", "fish")]
-
-    def text(answer: Any) -> str:
-        return str(answer.content if chat else answer)
-
-    async def at_once() -> tuple[list[str], str]:
-        batch = [text(answer) for answer in await model.abatch(prompts)]
-        return batch, "".join([text(piece) async for piece in model.astream(prompts[1])])
-
-    alone = [text(model.invoke(prompt)) for prompt in prompts]
-    assert [text(answer) for answer in model.batch(prompts)] == alone
-    assert asyncio.run(at_once()) == (alone, alone[1])
-    pieces = [text(piece) for piece in model.stream(prompts[0])]
-    assert "".join(pieces) == alone[0] and len(pieces) > 2
-
-
-def test_a_stream_of_langchain_ends_with_the_usage_of_the_whole_answer(url: str) -> None:
-    model = langchain_model(url, stream_usage=True)
-    whole = model.invoke("A net full of herring. " * 40)
-    first, *rest = model.stream("A net full of herring. " * 40)
+    whole, *rest = langchain_model(url, stream_usage=True).stream("A boat went out to sea. " * 40)
     for piece in rest:
-        first += piece
-    assert first.content == whole.content
-    tokens, cached = whole.usage_metadata["input_tokens"], first.usage_metadata["input_token_details"]["cache_read"]
-    assert first.usage_metadata["total_tokens"] == whole.usage_metadata["total_tokens"]
-    assert cached == full_chunks(tokens) > 0
-    assert first.response_metadata["finish_reason"] == whole.response_metadata["finish_reason"]
+        whole += piece
+    assert whole.content == warm.content and whole.usage_metadata == used, "a stream ends with the usage"
+    assert whole.response_metadata["finish_reason"] == warm.response_metadata["finish_reason"]
 
 
 def test_tools_their_calls_and_their_answers_reach_the_template_from_langchain(litellm: Any, url: str) -> None:
@@ -128,21 +102,20 @@ def test_tools_their_calls_and_their_answers_reach_the_template_from_langchain(l
     assert again.usage.prompt_tokens_details.cached_tokens == full_chunks(tokens) > 0
 
 
-def test_a_prompt_beyond_the_context_is_an_overflow_to_langchain(url: str) -> None:
+def test_langchain_knows_the_errors_by_their_kinds(url: str) -> None:
     from langchain_core.exceptions import ContextOverflowError, ModelAuthenticationError
 
-    with pytest.raises(ContextOverflowError):
-        langchain_model(url).invoke("a " * 40_000)
-    with pytest.raises(ContextOverflowError):
-        langchain_model(url, max_tokens=40_000).invoke("a")
-    with pytest.raises(ModelAuthenticationError):
-        langchain_model(url, api_key="window").invoke("a")
+    for prompt, more, kind in (
+        ("a " * 40_000, {}, ContextOverflowError),
+        ("a", {"max_tokens": 40_000}, ContextOverflowError),
+        ("a", {"api_key": "window"}, ModelAuthenticationError),
+    ):
+        with pytest.raises(kind):
+            langchain_model(url, **more).invoke(prompt)
 
 
-@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_reads_answers_streams_and_batches(
-    litellm: Any, ask: Callable[..., Any], url: str, provider: str
-) -> None:
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_litellm_reads_answers_and_streams(ask: Callable[..., Any], provider: str) -> None:
     prompt, model = f"A letter from {provider}. " * 40, f"{provider}/{NAME}"
     cold, warm = (ask(prompt, model=model) for _ in range(2))
     content, tokens = cold.choices[0].message.content, cold.usage.prompt_tokens
@@ -152,19 +125,15 @@ def test_litellm_reads_answers_streams_and_batches(
     chunks = [*ask(prompt, model=model, stream=True, stream_options={"include_usage": True})]
     assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == content
     assert chunks[-1].usage.total_tokens == cold.usage.total_tokens
-    batch = litellm.batch_completion(
-        model=model, messages=[said(prompt)] * 2, api_base=url, api_key="door", max_tokens=NEW, temperature=0
-    )
-    assert [one.choices[0].message.content for one in batch] == [content] * 2
 
 
-@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_litellm_knows_the_errors_by_their_kinds(litellm: Any, ask: Callable[..., Any], provider: str) -> None:
     model = f"{provider}/{NAME}"
-    for prompt, more in (("a " * 40_000, {}), ("a", {"max_tokens": 40_000})):
-        with pytest.raises(litellm.ContextWindowExceededError):
-            ask(prompt, model=model, **more)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        ask("a " * 40_000, model=model)
     for more, kind in (
+        ({"max_tokens": 40_000}, litellm.ContextWindowExceededError),
         ({"model": f"{provider}/other"}, litellm.NotFoundError),
         ({"api_key": "window"}, litellm.AuthenticationError),
         ({"response_format": {"type": "json_object"}}, litellm.BadRequestError),

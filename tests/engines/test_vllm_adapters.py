@@ -99,19 +99,6 @@ def test_other_weights_under_the_same_name_and_path_share_no_page(adapted: Adapt
     assert adapted.ask() == found | {"cached": HIT}
 
 
-def test_what_vllm_has_cached_of_the_weights_before_is_not_kept_as_if_it_were_of_these(adapted: Adapted) -> None:
-    """vLLM itself answers from it, until it is told to forget."""
-    adapted.ask()
-    written(adapted.folder, 2)
-    adapted.engine.call("load", adapter=adapted.named(inplace=True))
-    assert adapted.ask(reset=False)["cached"] == HIT
-    adapted.ask(LONG + OTHER[:300], reset=False)
-    found = adapted.ask(LONG + OTHER[:300])
-    assert found["cached"] == 0
-    found = adapted.ask()
-    assert found["cached"] == HIT and adapted.right(found)
-
-
 def test_a_request_that_wants_its_adapter_loaded_anew_has_it_loaded_once(adapted: Adapted) -> None:
     """By vLLM it would be loaded in each step, with the files of that time."""
     adapted.engine.call("reset")
@@ -125,15 +112,6 @@ def test_a_request_that_wants_its_adapter_loaded_anew_has_it_loaded_once(adapted
     assert adapted.right(adapted.ask())
 
 
-def test_a_request_whose_adapter_is_loaded_anew_while_its_pages_are_read_uses_none_of_them(adapted: Adapted) -> None:
-    first = adapted.ask()
-    adapted.engine.call("forget")
-    written(adapted.folder, 2)
-    found = adapted.engine.call("load_while_a_request_waits", prompt=LONG, adapter=adapted.named())
-    assert found["cached"] == 0 and found["logprobs"] != first["logprobs"] and adapted.right(found)
-    assert adapted.ask() == found | {"cached": HIT}
-
-
 def test_adapters_of_requests_that_wait_push_out_none_of_a_request_that_runs(adapted: Adapted, tmp_path: Path) -> None:
     """Its files are gone by then, as a trainer's."""
     first = adapted.engine.call("ask", prompts=[OTHER], adapter=adapted.named(), tokens=40)
@@ -141,19 +119,9 @@ def test_adapters_of_requests_that_wait_push_out_none_of_a_request_that_runs(ada
     adapted.engine.ask(LONG, adapter=more[0])
     adapted.engine.call("reset")
     asked = [(OTHER, adapted.named()), *((LONG, each) for each in more)]
-    found = adapted.engine.call("at_once", asked=asked, first=40)
+    found = adapted.engine.call("at_once", asked=asked, tokens=40)
     assert found[0]["logprobs"] == first[0]["logprobs"]
     assert [each["cached"] for each in found[1:]] == [HIT, 0]
-
-
-def test_prompts_of_more_adapters_than_there_is_room_for_are_all_found(adapted: Adapted, tmp_path: Path) -> None:
-    asked = [(LONG, each) for each in (adapted.named(), *others(tmp_path))]
-    for expected in (0, HIT, HIT):
-        before = adapted.engine.call("about")["stats"]["failed_loads"]
-        adapted.engine.call("reset")
-        found = adapted.engine.call("at_once", asked=asked)
-        assert [each["cached"] for each in found] == [expected] * 3
-        assert adapted.engine.call("about")["stats"]["failed_loads"] == before
 
 
 def test_a_page_in_whose_midst_an_adapter_had_other_weights_is_not_kept(adapted: Adapted) -> None:
@@ -186,7 +154,7 @@ def test_pages_of_an_adapter_are_found_after_a_restart_by_its_weights(
     second.close()
 
 
-@pytest.mark.parametrize("how", ["load", "late load", "unload", "call", "late call", "keep", "late keep"])
+@pytest.mark.parametrize("how", ["load", "late load", "unload", "late call", "late keep"])
 def test_pages_that_were_loaded_for_a_request_that_has_not_run_go_with_the_weights(adapted: Adapted, how: str) -> None:
     """They are its whole prompt: it runs for the first time after the weights have changed. (At the end: pages of an
     engine whose model has changed are found by no other.)"""

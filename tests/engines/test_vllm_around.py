@@ -4,6 +4,7 @@ import queue
 import threading
 import warnings
 from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,25 +66,13 @@ def engine() -> Engine:
 
 @pytest.mark.parametrize(
     "method",
-    [
-        "reload_weights",
-        "update_config",
-        "start_weight_update",
-        "start_draft_weight_update",
-        "update_weights",
-        "finish_weight_update",
-        "reset_weights",
-        "apply_model",
-        "load_model",
-        "elastic_ep_execute",
-        "a_method_of_a_worker_extension",
-        lambda worker: None,
-    ],
-    ids=lambda method: method if isinstance(method, str) else "a function",
+    ["reload_weights", "update_weights", "a_method_of_a_worker_extension", lambda worker: None, lambda worker: 1 / 0],
+    ids=["reload", "update", "extension", "function", "failure"],
 )
 def test_a_remote_call_may_have_changed_the_weights_whatever_it_says(engine: Engine, method: Any) -> None:
     """A sum of them would not tell: some are packed for the processor."""
-    engine.collective_rpc(method)
+    with suppress(ZeroDivisionError):
+        engine.collective_rpc(method)
     assert engine.changed == 1
     engine.resume_scheduler()
     assert engine.changed == 1, "by hand, for all that is known"
@@ -91,10 +80,11 @@ def test_a_remote_call_may_have_changed_the_weights_whatever_it_says(engine: Eng
     assert not engine.changed, "they are known again"
 
 
-@pytest.mark.parametrize("method", sorted(vllm_around.READS))
-def test_a_remote_call_that_reads_costs_no_page(engine: Engine, method: str) -> None:
-    engine.collective_rpc(method)
+def test_a_remote_call_that_reads_costs_no_page(engine: Engine) -> None:
+    for method in vllm_around.READS:
+        engine.collective_rpc(method)
     assert not engine.changed
+    assert Around(lambda: pytest.fail("nothing is watched")).ask(weights_now) is None, "without an engine"
 
 
 @pytest.mark.parametrize("call", ["reset_prefix_cache", "resume_scheduler"])
@@ -148,18 +138,6 @@ def test_weights_that_cannot_be_read_count_as_others(engine: Engine) -> None:
         assert engine.changed
 
 
-def test_a_call_that_fails_has_perhaps_changed_them(engine: Engine) -> None:
-    with pytest.raises(ZeroDivisionError):
-        engine.collective_rpc(lambda _: 1 / 0)
-    assert engine.changed
-
-
-def test_without_an_engine_nobody_answers() -> None:
-    around = Around(lambda: pytest.fail("nothing is watched"))
-    assert around.ask(weights_now) is None
-    around.when_idle(lambda: None)
-
-
 class Process(EngineCoreProc, Engine):  # type: ignore[misc]
     def __init__(self) -> None:
         self.input_queue = queue.Queue()
@@ -189,8 +167,8 @@ def worker(**tensors: torch.Tensor) -> Any:
     return SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize("shape", [(1024, 1100), (64, 48), (3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(1024, 1100), (3, 5)])
 def test_a_digest_of_weights_changes_with_any_of_their_bytes_and_with_nothing_else(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
@@ -204,12 +182,9 @@ def test_a_digest_of_weights_changes_with_any_of_their_bytes_and_with_nothing_el
     assert len(found) == 4 and "" not in found
 
 
-def test_two_rows_of_a_matrix_that_change_places_are_another_matrix() -> None:
+def test_the_place_of_a_row_counts_and_weights_that_share_their_memory_are_summed_once() -> None:
     rows = torch.randn(300, 1024)
-    assert weights_now(worker(a=rows)) != weights_now(worker(a=rows[torch.randperm(300)].clone()))
-
-
-def test_weights_that_share_their_memory_are_summed_once_and_views_need_no_copy() -> None:
+    assert weights_now(worker(a=rows)) != weights_now(worker(a=rows.flip(0))), "two rows that change places"
     whole = torch.randn(8, 6)
     assert weights_now(worker(a=whole, b=whole.T, c=whole[:3])) == weights_now(worker(a=whole))
 
@@ -324,12 +299,3 @@ def test_what_vllm_has_cached_of_an_adapter_s_other_weights_is_in_the_way_until_
     assert known.salt(Waiting("c", 2)) == "two", "another's are as they were"
     known.cached = object()
     assert known.salt(request) == known.digests[1]
-
-
-def test_nothing_is_remembered_of_adapters_whose_blocks_are_forgotten() -> None:
-    """Of a trainer each step is one of another name."""
-    known = Known(1)
-    for number in (1, 2, 3):
-        known.salt(Waiting("a", number))
-        known.cached = object()
-    assert known.adapters._of.keys() == {("n3", "p")}

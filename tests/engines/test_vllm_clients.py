@@ -56,14 +56,8 @@ def test_openais_sdk_reads_answers_streams_and_errors(client: Any) -> None:
     chat = client.chat.completions.create(model=model.id, messages=messages, max_tokens=NEW, temperature=0)
     assert chat.usage.completion_tokens == NEW or chat.choices[0].finish_reason == "stop"
     said, usage = "", None
-    with client.chat.completions.create(
-        model=model.id,
-        messages=messages,
-        max_tokens=NEW,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    ) as chunks:
+    same = {"model": model.id, "messages": messages, "max_tokens": NEW, "temperature": 0}
+    with client.chat.completions.create(**same, stream=True, stream_options={"include_usage": True}) as chunks:
         for chunk in chunks:
             said += "".join(choice.delta.content or "" for choice in chunk.choices)
             usage = chunk.usage or usage

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 VOCABULARY = 512
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -69,9 +67,6 @@ MODELS = {
         ("6MiB", "4MiB"),
     ),
 }
-
-SHORT = ("qwen3_5", "gemma3")  # states, and windows: of the short form of the tests
-FAMILIES = [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in MODELS]
 
 
 def made(name: str, folder: Path) -> Path:

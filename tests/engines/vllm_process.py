@@ -17,6 +17,9 @@ from typing import Any
 from engine_commands import SETTINGS, Engine, sampling, serve
 from prints import Prints
 
+from kvarve.core.effects import Copy
+from kvarve.model import Tier
+
 SMALL = 12  # tokens of an answer
 SETTLED, SETTLED_S = 5000, 10.0  # steps, and seconds, after which a copy counts as hanging
 
@@ -37,9 +40,6 @@ class Recorder:
         side.do, side.collect = self.do, self.collect
 
     def do(self, orders: Any) -> None:
-        from kvarve.core.effects import Copy
-        from kvarve.model import Tier
-
         for order in orders.plan.orders:
             if isinstance(order, Copy) and order.source is Tier.DEVICE:
                 self._prints.note((page.pool, page.key, self._digest(page.pool, page.source)) for page in order.pages)
@@ -160,28 +160,14 @@ class Watched(Engine):
 
         return None if adapter is None else LoRARequest(**adapter)
 
-    def load_while_a_request_waits(self, prompt: list[int], adapter: dict[str, Any]) -> dict[str, Any]:
-        """A request whose adapter is loaded anew while its pages are read from storage."""
-        stalls = self.storage.counts["stall"]
-        self.storage.stall("get")
-        self._add("waits", prompt, adapter)
-        while self.storage.counts["stall"] == stalls:
+    def at_once(self, asked: list[tuple[list[int], dict[str, Any]]], tokens: int) -> list[dict[str, Any]]:
+        """Requests with adapters. The first one runs, and the files of its adapter are gone, when all others come."""
+        (prompt, adapter), *others = asked
+        self._add("0", prompt, adapter, tokens)
+        while not self.core.scheduler.running:
             self.llm.llm_engine.step()
-        self.load(adapter | {"load_inplace": True})
-        self.storage.release()
-        (output,) = self._to_the_end()
-        return self._told(output)
-
-    def at_once(self, asked: list[tuple[list[int], dict[str, Any]]], first: int = 0) -> list[dict[str, Any]]:
-        """Requests with adapters that all wait together. `first`: the one before all runs by then, for so many tokens,
-        and the files of its adapter are gone."""
-        (prompt, adapter), *others = asked if first else [(None, None), *asked]
-        if first:
-            self._add("first", prompt, adapter, first)
-            while not self.core.scheduler.running:
-                self.llm.llm_engine.step()
-            shutil.rmtree(adapter["lora_path"])
-        for number, (prompt, adapter) in enumerate(others):
+        shutil.rmtree(adapter["lora_path"])
+        for number, (prompt, adapter) in enumerate(others, 1):
             self._add(str(number), prompt, adapter, 2)
         found: dict[str, Any] = {}
         while len(found) < len(asked):
@@ -189,7 +175,7 @@ class Watched(Engine):
                 if output.finished:
                     found[output.request_id] = self._told(output)
         self.drain()
-        return [found[name] for name in (["first"] if first else []) + [*map(str, range(len(others)))]]
+        return [found[str(number)] for number in range(len(asked))]
 
     def change_before_the_first_step(self, prompt: list[int], adapter: dict[str, Any], how: str) -> dict[str, Any]:
         """A request whose pages have been loaded, or are on their way ("late"), when weights change: its adapter's by a
@@ -303,32 +289,27 @@ class Watched(Engine):
         """Empty all caches right after a request, whose saves end `late` reports after they have ended, as copies do
         that a GPU makes in its own time."""
 
-        real, held = self.worker.worker.report, list[tuple[int, Any]]()
+        real, do, held = self.worker.worker.report, self.worker.worker.do, list[tuple[int, Any]]()
+        saves = set[int]()
 
         def report() -> Any:
             found, kept = real(), list[Any]()
             for event in found.events:
-                saved = getattr(event, "op", None) in saves and hasattr(event, "good")
-                held.append((late, event)) if saved else kept.append(event)
+                held.append((late, event)) if getattr(event, "op", None) in saves else kept.append(event)
             kept += [event for left, event in held if not left]
             held[:] = [(left - 1, event) for left, event in held if left]
             return found._replace(events=kept)
 
-        saves, do = set[int](), self.worker.worker.do
-
         def noted(orders: list[Any]) -> None:
-            saves.update(
-                order.op for order in orders if getattr(getattr(order, "source", None), "name", "") == "DEVICE"
-            )
+            saves.update(order.op for order in orders if getattr(order, "source", None) is Tier.DEVICE)
             do(orders)
 
         self.worker.worker.report, self.worker.worker.do = report, noted
-        try:
-            self.llm.generate([{"prompt_token_ids": prompt}], sampling(2), use_tqdm=False)
-            assert self.scheduler._held, "no save is under way"
-            return bool(self.core.reset_prefix_cache(True, True))
-        finally:
-            self.worker.worker.report, self.worker.worker.do = real, do
+        self.llm.generate([{"prompt_token_ids": prompt}], sampling(2), use_tqdm=False)
+        assert self.scheduler._held, "no save is under way"
+        emptied = bool(self.core.reset_prefix_cache(True, True))
+        self.worker.worker.report, self.worker.worker.do = real, do
+        return emptied
 
     def pause_while_stores_hang(self, prompt: list[int], most: int) -> int:
         """The steps that the engine takes after a request until it has nothing to do, at most so many."""

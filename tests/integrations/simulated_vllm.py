@@ -11,7 +11,7 @@ that one wrong page is seen at once. The engine's own cache does not look at wei
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -45,7 +45,6 @@ class SimulatedRequest:
     rows: list[list[int]] = field(default_factory=list)
     asks: int = 0
     external: list[int] = field(default_factory=list)  # tokens of each load that began
-    found: int = 0  # tokens that it resumed from
     local: int = 0  # those of them that the engine had
     by: frozenset[int] = frozenset()  # the weights that it has been computed with, and
     asked_by: int = 0  # those when it was asked about
@@ -363,12 +362,14 @@ class SimulatedVllm:
         boundary = shared(sets, limit).bit_length() - 1
         rows: list[dict[int, int]] = []
         for group, here in zip(self.groups, found, strict=True):
-            per, keep = self.page // group.block_tokens, {}
-            for page in members(needed(boundary, group.lookback)):
-                wanted = [(page + 1) * per - 1] if group.offered else range(page * per, (page + 1) * per)
-                keep |= {block: here[block] for block in wanted}
-            rows.append(keep)
+            rows.append({block: here[block] for block in self._read(group, boundary * self.page)})
         return boundary * self.page, rows
+
+    def _read(self, group: Group, tokens: int) -> Iterator[int]:
+        """The blocks, by position, that a request reads which resumes after so many tokens."""
+        per = self.page // group.block_tokens
+        for page in members(needed(tokens // self.page, group.lookback)):
+            yield from [(page + 1) * per - 1] if group.offered else range(page * per, (page + 1) * per)
 
     def _whole(self, group: Group, here: dict[int, int], page: int, per: int) -> bool:
         return (page + 1) * per - 1 in here if group.offered else all(page * per + i in here for i in range(per))
@@ -384,10 +385,7 @@ class SimulatedVllm:
             for block, number in rows[at].items():
                 row[block] = number
             if tokens > local:
-                per = self.page // group.block_tokens
-                for page in members(needed(tokens // self.page, group.lookback)):
-                    wanted = [(page + 1) * per - 1] if group.offered else range(page * per, (page + 1) * per)
-                    missing += [(at, block) for block in wanted if row[block] == NULL_BLOCK]
+                missing += [(at, block) for block in self._read(group, tokens) if row[block] == NULL_BLOCK]
             full.append(row)
         for row in full:
             for number in row:
@@ -493,20 +491,14 @@ class SimulatedVllm:
 
     def _check(self, request: SimulatedRequest) -> None:
         """What the request resumes from is what it names."""
-        boundary = request.computed // self.page
-        request.found = request.computed
         for at, group in enumerate(self.groups):
-            per = self.page // group.block_tokens
-            for page in members(needed(boundary, group.lookback)):
-                wanted = [(page + 1) * per - 1] if group.offered else range(page * per, (page + 1) * per)
-                for block in wanted:
-                    found, _, by = self.device[request.rows[at][block]].partition(BY)
-                    due = self._text(at, request, (block + 1) * group.block_tokens)
-                    assert found == due, f"{request.request_id} reads {found!r}, not {due!r}"
-                    ours = page * self.page >= request.local
-                    assert not ours or by == str(request.asked_by), f"{request.request_id} is brought pages of {by}"
-                    request.by |= {*map(int, by.split())}
-        self.seen["resumed"] += bool(boundary)
+            for block in self._read(group, request.computed):
+                found, _, by = self.device[request.rows[at][block]].partition(BY)
+                due = self._text(at, request, (block + 1) * group.block_tokens)
+                assert found == due, f"{request.request_id} reads {found!r}, not {due!r}"
+                ours = block * group.block_tokens >= request.local
+                assert not ours or by == str(request.asked_by), f"{request.request_id} is brought pages of {by}"
+                request.by |= {*map(int, by.split())}
 
     def _cache(self, request: SimulatedRequest) -> None:
         for at, group in enumerate(self.groups):

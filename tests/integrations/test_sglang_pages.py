@@ -156,32 +156,24 @@ def test_a_pool_without_bytes_marks_its_pages(opened: Open) -> None:
     pages = opened()
     pages.register("kv", Logical())
     assert pages.lookup(KEYS, [Asked("kv", None)]).pages == 0
+    assert pages.lookup([], [Asked("kv", None)]) == NOTHING
     assert pages.store("kv", KEYS[:4], range(4 * TOKENS)) == [True] * 4
     assert pages.lookup(KEYS, [Asked("kv", None)]).pages == 4
     assert pages.load("kv", KEYS, range(6 * TOKENS)) == [True] * 4 + [False] * 2
+    assert pages.lookup(KEYS, [Asked("kv", None), Asked("indexer", None)]) == NOTHING, "it was never registered"
 
 
-def test_a_pool_that_gives_its_pages_in_no_way_is_refused_and_told_why(opened: Open) -> None:
-    with pytest.raises(ConfigError, match=r"no flat pages here.*choose --hicache-mem-layout page_first"):
-        opened().register("kv", Closed())
-
-
-def test_a_batch_that_does_not_fit_is_refused(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pool_that_gives_its_pages_in_no_way_and_a_batch_that_does_not_fit_are_refused(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     pages = opened()
+    with pytest.raises(ConfigError, match=r"no flat pages here.*choose --hicache-mem-layout page_first"):
+        pages.register("kv", Closed())
     pages.register("kv", Heads())
     for indices in (None, [], range(TOKENS), range(3 * TOKENS)):
         assert pages.store("kv", KEYS[:2], indices) == [False] * 2
     assert pages.load("swa", KEYS[:2], range(2 * TOKENS)) == [False] * 2
     assert "do not hold 2 pages" in caplog.text
-
-
-def test_a_pool_that_was_never_registered_has_nothing(opened: Open) -> None:
-    pages = opened()
-    pages.register("kv", Heads())
-    pages.store("kv", KEYS, range(6 * TOKENS))
-    assert pages.lookup(KEYS, [Asked("kv", None), Asked("indexer", None)]) == NOTHING
-    assert pages.present("indexer", KEYS) == [False] * 6
-    assert pages.lookup([], [Asked("kv", None)]) == NOTHING
 
 
 def test_leading_whole_groups_count_and_gate_nothing(opened: Open) -> None:

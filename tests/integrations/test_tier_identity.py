@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvarve.errors import ConfigError
 from kvarve.integrations.chunks import namespace_of
 from kvarve.integrations.vllm_identity import groups_fields, model_digest, plain, weights_of
 
@@ -160,19 +159,6 @@ def test_weights_whose_files_are_newer_than_the_engine_are_like_no_others(tmp_pa
         (tmp_path / "latest").symlink_to(tmp_path / "new")
     assert len({expected, *(weights_of(engine, "", began_s) for _ in range(2))}) == 3
     assert weights_of(engine, "v1", began_s) == "named v1"
-
-
-def test_weights_that_lie_nowhere_have_to_be_named() -> None:
-    def snapshot(*_: object, **__: object) -> str:
-        raise FileNotFoundError("no such snapshot")
-
-    with pytest.raises(ConfigError, match='set "weights"'):
-        weights_of(configs(model_config__model="s3://bucket/name"), "", find=snapshot)
-
-
-def test_random_weights_are_told_apart_by_their_seed() -> None:
-    one, two = (configs(load_config__load_format="dummy", model_config__seed=seed) for seed in (1, 2))
-    assert weights_of(one, "") != weights_of(two, "")
 
 
 def test_a_draft_model_s_weights_count_once_and_too(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.server_args import ServerArgs
@@ -158,3 +159,7 @@ class Fixtures(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
 
 
 MakeFixtures = Callable[..., Fixtures]
+
+
+def long(*params: Any) -> list[Any]:
+    return [pytest.param(*(it if isinstance(it, tuple) else (it,)), marks=pytest.mark.long) for it in params]

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang_engines import KINDS, MakeFixtures
+from sglang_engines import KINDS, MakeFixtures, long
 
 from kvarve.errors import ConfigError
 from kvarve.integrations import sglang as connector
@@ -37,7 +37,7 @@ def version(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return told
 
 
-@pytest.mark.parametrize("how", [*connector._WRITES, "a weight_version alone"])
+@pytest.mark.parametrize("how", [connector._WRITES[0], "a weight_version alone", *long(*connector._WRITES[1:])])
 def test_after_an_update_of_the_weights_nothing_is_found_or_stored(
     make: MakeFixtures, version: dict[str, str], how: str
 ) -> None:
@@ -94,9 +94,11 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: dict[str, 
 
 
 def test_updated_weights_that_have_no_version_are_not_taken_for_those_of_the_files(
-    weights: Callable[..., str], version: dict[str, str]
+    weights: Callable[..., str], version: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = weights()
+    saved(tmp_path / "model", 2)
+    assert weights() == first, "a trainer has overwritten the files since, and memory is what it was"
     write("update_weights_from_tensor")
     with pytest.raises(ConfigError, match='no weight_version says to what: set "weights"'):
         weights()
@@ -104,38 +106,16 @@ def test_updated_weights_that_have_no_version_are_not_taken_for_those_of_the_fil
     version["now"] = "step 8"
     found = weights()
     assert found not in ("", first) and weights() == found
+    write("update_weights_from_tensor")
+    version["now"] = "step 9"  # SGLang sets it after each piece
+    found = weights()
+    assert found not in ("", first)
+    with monkeypatch.context() as patches:
+        patches.setattr(connector, "_RUN", "another server")
+        assert weights() != found, "two trainings may count their updates alike"
+        assert weights("step 1") == "step 1 version step 9", "a name is the operator's word"
     write("update_weights_from_disk")
     assert weights() not in (found, first), "the version is that of the update before"
-
-
-def test_an_update_in_pieces_that_all_carry_the_version_has_one(
-    weights: Callable[..., str], version: dict[str, str]
-) -> None:
-    first = weights()
-    for _ in range(2):
-        write("update_weights_from_tensor")
-        version["now"] = "7"  # SGLang sets it after each piece
-    assert weights() not in ("", first)
-
-
-def test_two_trainings_that_count_their_updates_alike_share_no_page(
-    weights: Callable[..., str], version: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write("update_weights_from_tensor")
-    version["now"] = "1"
-    found = weights()
-    monkeypatch.setattr(connector, "_RUN", "another server")
-    assert weights() != found
-    assert weights("step 1") == "step 1 version 1", "a name is the operator's word"
-
-
-def test_files_that_were_overwritten_since_the_start_are_not_what_a_server_computes_with(
-    weights: Callable[..., str], tmp_path: Path
-) -> None:
-    """A storage is detached, a trainer overwrites the folder, and a storage is attached: the memory is what it was."""
-    first = weights()
-    saved(tmp_path / "model", 2)
-    assert weights() == first
 
 
 def test_a_storage_attached_to_a_server_that_runs_wants_a_name_for_its_weights(
