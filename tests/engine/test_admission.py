@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import CHUNK, LONG_S, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
+from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, turns_until, youngest
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish
@@ -178,31 +178,6 @@ def test_one_that_fits_does_not_wait_for_one_that_was_preempted(make: Make) -> N
         assert request.result(0.1)[1] == alone("qwen3_5", 8 * PAGE + 2, seed, 11 * PAGE)
 
 
-def test_a_large_prompt_is_not_starved_by_small_ones(make: Make) -> None:
-    """Small requests keep arriving; some of them pass the large one, then it is admitted."""
-    engine, room = exact("qwen3_5", make, 12)
-    watched(engine)
-    small = 0
-
-    def another() -> None:
-        nonlocal small
-        if len(engine._accepted) < 6:
-            small += 1
-            engine.submit(a_request(a_prompt(2 * PAGE + 3, small % 200), 14))
-
-    for _ in range(10):
-        another()
-        engine._turn()
-    large = engine.submit(a_request(a_prompt(room - 2, 201), 2))
-    for _ in range(400):
-        another()
-        engine._turn()
-        if not large.outputs.empty():
-            break
-    assert not large.outputs.empty(), "it starves"
-    turns(engine, lambda: not engine._accepted)
-
-
 @pytest.mark.parametrize(
     ("family", "write"),
     [
@@ -243,13 +218,6 @@ def test_what_waits_for_its_turn_leaves_its_pages_to_those_before_it(make: Make)
     turns(engine, lambda: engine.counts.finished == 5, at_most=200)
     assert [alone("qwen3_5", 4 * CHUNK + 1, seed, 1) for seed in (1, 2)] == [each.result(0.1)[1] for each in behind]
     assert first.result(0.1)[1] == alone("qwen3_5", 31 * PAGE, 3, 1)
-
-
-def test_a_running_engine_answers_a_prompt_that_fills_the_device(make: Make) -> None:
-    model = a_model()
-    engine = make(model, device=room_for(model, 9 * PAGE))
-    request = engine.submit(a_request(a_prompt(engine.cache.capacity_tokens()), 1))
-    assert request.result(LONG_S)[2].finish is Finish.LENGTH
 
 
 def test_a_request_that_was_preempted_is_one_use_of_its_pages(make: Make) -> None:

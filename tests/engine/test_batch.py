@@ -1,6 +1,5 @@
 """Many at once: each is answered as if it were alone, whichever requests start, end or are preempted."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -126,28 +125,6 @@ def test_answers_take_one_forward_a_turn(make: Make, monkeypatch: pytest.MonkeyP
 real = turns_module.forward
 
 
-def test_a_request_that_is_aborted_harms_no_other_in_its_batch(make: Make) -> None:
-    engine = make(start=False)
-    requests = [engine.submit(a_request(a_prompt(tokens, seed), most)) for tokens, seed, most in ASKED]
-    turns(
-        engine,
-        lambda: all(not job.prefilling for job in engine.scheduler.running) and len(engine.scheduler.running) == 5,
-    )
-    for number in (3, 0):
-        engine.abort(requests[number])
-        engine._turn()
-        engine._turn()
-    turns(engine, lambda: engine.counts.finished == len(ASKED))
-    for number, (request, (tokens, seed, most)) in enumerate(zip(requests, ASKED, strict=True)):
-        _, answer, last = request.result(0.1)
-        whole = alone("qwen3_5", tokens, seed, most)
-        if number in (0, 3) and last.finish is Finish.ABORT:
-            assert answer == whole[: len(answer)]
-        else:
-            assert answer == whole
-    assert not engine.cache.scheduler.core.leases
-
-
 def test_an_answer_that_closes_a_page_of_compressed_entries_is_the_one_without_a_cache(make: Make) -> None:
     """DeepSeek-V4 makes an entry of 4 tokens, and one of 128: both kinds close while it speaks."""
     model = a_model("deepseek_v4")
@@ -257,27 +234,6 @@ def test_a_batch_that_fails_ends_only_the_requests_that_fail_alone(make: Make, m
     assert not failures
 
 
-def test_a_crowd_leaves_nothing_behind(make: Make) -> None:
-    """Memory is flat: whatever 60 requests did, slots, pins and tensors are as before."""
-    model, rng = a_model(), random.Random(11)
-    engine = make(model, start=False, device=room_for(model, 400), host=2 * MIB)
-    for _ in range(5):
-        requests = [
-            engine.submit(a_request(a_prompt(rng.randrange(1, 300), rng.randrange(6)), rng.randrange(1, 30)))
-            for _ in range(12)
-        ]
-        for request in rng.sample(requests, 3):
-            for _ in range(rng.randrange(6)):
-                engine._turn()
-            engine.abort(request)
-        turns(engine, lambda: engine.load() == (0, 0) and not engine._pending, at_most=4000)
-        assert not engine._batches
-        assert not engine.cache.scheduler.core.leases
-        assert not engine.scheduler.waiting._overtaken
-    engine.cache.flush()
-    assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))
-
-
 # --- an answer is found again
 
 
@@ -318,31 +274,11 @@ def first_token_turns(engine: Engine, arrivals: dict[int, list[Request]]) -> dic
     raise AssertionError("a request starves")
 
 
-def test_no_request_waits_longer_for_a_first_token_than_all_prompts_take(make: Make) -> None:
-    rng = random.Random(5)
-    requests = [a_request(a_prompt(rng.randrange(1, 8 * CHUNK), seed), 12) for seed in range(16)]
-    engine = make(start=False, max_running=16, turn_tokens=2 * CHUNK + 16)
-    waits = sorted(first_token_turns(engine, {0: requests}).values())
-    chunks = sum(-(-len(request.prompt) // CHUNK) for request in requests)
-    assert waits[-1] <= chunks // 2 + 4
-    assert waits[-1] <= 4 * sum(waits) / len(waits)
-
-
 def test_a_short_prompt_is_not_held_up_by_long_ones(make: Make) -> None:
     engine = make(start=False, max_running=16, turn_tokens=2 * CHUNK)
     long, short = [a_request(a_prompt(12 * CHUNK, seed), 2) for seed in range(6)], a_request(a_prompt(20, 77), 2)
     waits = first_token_turns(engine, {0: long, 3: [short]})
     assert waits[short.number] <= 5
-
-
-def test_a_stream_of_warm_requests_does_not_starve_a_cold_one(make: Make) -> None:
-    engine, stem = make(start=False, max_running=1), a_prompt(4 * CHUNK)
-    by_hand(engine, a_request([*stem, 1], 1))
-    cold = a_request(a_prompt(2 * CHUNK, 50), 2)
-    arrivals = {turn: [a_request([*stem, turn % 250, 3], 2)] for turn in range(1, 60)}
-    arrivals[1].insert(0, cold)
-    waits = first_token_turns(engine, arrivals)
-    assert waits[cold.number] <= 8 * 4 + 10
 
 
 def test_prompts_that_share_a_prefix_and_come_together_compute_it_once(make: Make) -> None:
@@ -367,11 +303,3 @@ def test_a_request_that_waits_for_a_prefix_goes_on_when_no_other_computes_it_any
     engine.abort(first)
     turns(engine, lambda: engine.counts.finished == 2)
     assert second.result(0.1)[2].finish is Finish.LENGTH
-
-
-def test_two_models_are_each_tried() -> None:
-    one, other = tiny_model("qwen3"), tiny_model("lfm2")
-    for model in (one, other):
-        layout = a_model("qwen3" if model is one else "lfm2").layout
-        assert batches(model, layout)
-        assert model in batch_module._tried

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from adapters import adapt, adapted
 
-from engines import CHUNK, a_model, a_prompt, a_request, by_hand
+from engines import CHUNK, GRID_FLOOR, a_model, a_prompt, a_request, by_hand
 from kvarve.engine.engine import Engine
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.model import LoadedModel
@@ -41,7 +41,7 @@ def test_a_request_after_another_adapter_was_switched_on_ends_with_an_error_and_
     by_hand(engine, a_request(fresh))
     switch(engine, "poet")
     ((_, again, last),) = by_hand(engine, a_request())
-    assert again == poem and cached(last) == 5 * CHUNK
+    assert again == poem and cached(last) == GRID_FLOOR
     ((_, _, last),) = by_hand(engine, a_request(fresh))
     assert cached(last) == 0, "no page of the refused prompt is kept"
 

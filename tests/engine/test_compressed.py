@@ -1,22 +1,16 @@
 """A real model in bfloat16 over a storage that compresses its pages to two thirds: the same logits, bit for bit."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from recorder import Recorder
 
-from engines import LONG_S, Make, a_prompt, a_request, engines
+from engines import LONG_S, Make, a_prompt, a_request
 from kvarve.engine.model import load_model
 
 pytest.importorskip("zstandard")
 TOKENS, CHUNK = 600, 256
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    yield from engines()
 
 
 @pytest.mark.parametrize(("writes", "reads"), [("zstd", "no"), ("no", "auto"), ("zstd", "zstd")])
