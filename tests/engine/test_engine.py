@@ -200,7 +200,7 @@ def test_a_request_that_waits_for_storage_is_overtaken(make: Make) -> None:
 
 
 def test_a_put_that_hangs_costs_no_request_and_no_hit_on_the_device(make: Make) -> None:
-    """Six prompts, each asked twice in a row, on a device that holds two of them and a host that holds two."""
+    """Four prompts, each asked twice in a row, on a device that holds two of them and a host that holds two."""
     model, over, hung = a_model(), threading.Event(), threading.Event()
 
     class HungPuts(MemoryStorage):
@@ -213,11 +213,10 @@ def test_a_put_that_hangs_costs_no_request_and_no_hit_on_the_device(make: Make) 
     pages = sum(pool.payload_bytes for pool in model.identity.pools)
     engine = make(model, storage=storage, device=room_for(model, 2 * PROMPT), host=2 * (PROMPT // PAGE) * pages)
     try:
-        for seed in range(6):
+        for seed in range(4):
             for found in (0, GRID_FLOOR):
                 _, tokens, last = engine.submit(a_request(a_prompt(PROMPT, seed))).result(LONG_S)
-                assert tokens == alone("qwen3_5", PROMPT, seed, DECODED)
-                assert last.usage is not None and last.usage.device == found
+                assert len(tokens) == DECODED and last.usage is not None and last.usage.device == found
             assert hung.wait(LONG_S)
     finally:
         over.set()
@@ -225,42 +224,42 @@ def test_a_put_that_hangs_costs_no_request_and_no_hit_on_the_device(make: Make) 
 
 def test_a_crowd_that_comes_at_once_hits_as_if_it_came_one_by_one(make: Make) -> None:
     model = a_model()
-    room = 25 * sum(pool.payload_bytes for pool in model.identity.pools)  # for a few such prompts, not for six
+    room = 18 * sum(pool.payload_bytes for pool in model.identity.pools)  # for a few such prompts, not for four
     engine = make(model, start=False, max_running=2, device=room)
-    prompts = [a_prompt(PROMPT, seed) for seed in range(6)]
+    prompts = [a_prompt(PROMPT, seed) for seed in range(4)]
     for prompt in prompts:
         request = engine.submit(a_request(prompt))
         turns(engine, lambda request=request: not request.outputs.empty() and not any(engine.load()))
         engine.cache.settle()
     engine.cache.flush([Tier.DEVICE])
     crowd = [engine.submit(a_request(prompt)) for prompt in prompts]
-    turns(engine, lambda: engine.counts.finished == 12)
+    turns(engine, lambda: engine.counts.finished == 8)
     hits = [request.result(0.1)[2].usage for request in crowd]
-    assert [usage and usage.host for usage in hits] == [(PROMPT - 1) // CHUNK * CHUNK] * 6
+    assert [usage and usage.host for usage in hits] == [(PROMPT - 1) // CHUNK * CHUNK] * 4
 
 
 def test_pages_fetched_for_later_requests_keep_no_slots_from_the_first_in_line(make: Make) -> None:
     """A page that a request waits for is pinned, on the device too; if no request runs, that would be for ever."""
     model = a_model()
     storage = MemoryStorage(64 * MIB, model.identity.fingerprint(), "test")
-    engine = make(model, start=False, device=room_for(model, 34 * PAGE), storage=storage, max_running=1)
-    core, prompt = engine.cache.scheduler.core, a_prompt(4 * CHUNK + 1, 1)
+    engine = make(model, start=False, device=room_for(model, 18 * PAGE), storage=storage, max_running=1)
+    core, prompt = engine.cache.scheduler.core, a_prompt(2 * CHUNK + 1, 1)
     by_hand(engine, a_request(prompt, 1))
     engine.cache.settle()
     engine.cache.flush([Tier.HOST])
     state = next(i for i, pool in enumerate(model.identity.pools) if pool.in_place)
     core.slot_pools.evict(state, 99)  # of the prompt storage alone has a state now, and the device all the rest
-    running = engine.submit(a_request(a_prompt(8, 2), 24))
+    running = engine.submit(a_request(a_prompt(8, 2), 16))
     turns(engine, lambda: engine.load()[0] == 1)
-    first, behind = engine.submit(a_request(a_prompt(31 * PAGE, 3), 1)), engine.submit(a_request(prompt, 1))
+    first, behind = engine.submit(a_request(a_prompt(15 * PAGE, 3), 1)), engine.submit(a_request(prompt, 1))
     turns(engine, lambda: any(job.lease.holds for job in engine.scheduler.waiting))
-    assert running.outputs.qsize() < 24
+    assert running.outputs.qsize() < 16
     engine.scheduler.waiting._overtaken = {
         id(job): OVERTAKEN for job in engine.scheduler.waiting if job.request is first
     }
     turns(engine, lambda: engine.counts.finished == 4, at_most=200)
-    assert first.result(0.1)[1] == alone("qwen3_5", 31 * PAGE, 3, 1)
-    assert behind.result(0.1)[1] == alone("qwen3_5", 4 * CHUNK + 1, 1, 1)
+    assert first.result(0.1)[1] == alone("qwen3_5", 15 * PAGE, 3, 1)
+    assert behind.result(0.1)[1] == alone("qwen3_5", 2 * CHUNK + 1, 1, 1)
 
 
 def test_a_requests_priority_reaches_its_pages(make: Make) -> None:

@@ -1,69 +1,24 @@
 """One rank of several, in a process of its own: `python one_rank.py what rank ranks socket`; prints JSON."""
 
 import json
-import random
 import sys
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 
-from filling import Clock, Request, a_config, a_region, a_store, an_identity, nothing_is_left, prompt
+from filling import Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
 from kvarve.changes import CHANGE_S
-from kvarve.core.effects import Began, Ended, Event
-from kvarve.core.lease import Phase
 from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.group import Group
 from kvarve.ranks.star import Listener, Star, alike, connect
-from kvarve.testing import FaultyStorage
-from kvarve.testing.faulty import Call
 from kvarve.worker import Change
 
-OPS, STEPS, PAGES = 60, 25, 200
-NEVER = STEPS
 DEADLINE_S = 60.0
-PATIENCE_S = 3.0  # more than a request waits for storage here, less than a call may take
-
-
-def ends_of(rank: int) -> list[tuple[int, Ended]]:
-    """For each op the step in which it ends on this rank, and how; some never end on some rank."""
-    rng = random.Random(rank)
-    ends = []
-    for op in range(OPS):
-        step = NEVER if op % 20 == rank else rng.randrange(STEPS)
-        good, bad = rng.getrandbits(PAGES), rng.getrandbits(PAGES)
-        ends.append((step, Ended(op, good & ~bad, bad if rng.random() < 0.5 else 0)))
-    rng.shuffle(ends)
-    return ends
-
-
-def begins_of(rank: int) -> dict[int, int]:
-    """For some ops the step in which they begin on this rank; of the others it says nothing before they end."""
-    ends = {end.op: step for step, end in ends_of(rank)}
-    return {op: min(ends[op] // 2, 4 + rank) for op in range(1, OPS, 2)}
-
-
-def clock_of(rank: int, step: int) -> float:
-    return 1e6 * rank + step / 7
-
-
-def agreement(star: Star, rank: int, ranks: int) -> object:
-    group, heard = Group(star), []
-    for step in range(STEPS):
-        mine: list[Event] = [Began(op) for op, at in begins_of(rank).items() if at == step]
-        mine += [end for at, end in ends_of(rank) if at == step]
-        both, now, *_ = group.agree(mine, clock_of(rank, step))
-        heard.append([now, [plain(event) for event in both]])
-    return heard
-
-
-def plain(event: Event) -> list[object]:
-    return [event.op] if isinstance(event, Began) else [event.op, hex(event.good), hex(event.bad)]
 
 
 def caches(star: Star, rank: int, ranks: int) -> object:
@@ -190,76 +145,6 @@ def changes(star: Star, rank: int, ranks: int) -> object:
     return {"alike": alike, "own": own}
 
 
-class Heard(Group):
-    """Knows which copies have ended on this rank, whatever they have on others."""
-
-    def __init__(self, star: Star) -> None:
-        self._ended_here, self._more = set[int](), threading.Condition()
-        super().__init__(star)
-
-    def happened(self, event: Event) -> bool:
-        told = super().happened(event)
-        with self._more:
-            if isinstance(event, Ended):
-                self._ended_here.add(event.op)
-                self._more.notify_all()
-        return told
-
-    def wait_for_ends(self, ops: Collection[int]) -> None:
-        with self._more:
-            assert self._more.wait_for(lambda: self._ended_here.issuperset(ops), DEADLINE_S)
-
-
-def stalls(star: Star, rank: int, ranks: int) -> object:
-    """What all ranks open on, if on one of them, each in turn, a call of the storage stalls: a probe, or a read."""
-    return [
-        _beside_a_stalled_call(star, rank, call, rank == slow) for slow in range(ranks) for call in ("exists", "get")
-    ]
-
-
-def _beside_a_stalled_call(star: Star, rank: int, call: Call, stalled_here: bool) -> dict[str, object]:
-    """A request that finds half of its pages in memory, and all of them in a storage that has stalled on one rank."""
-    group, clock, phase = Heard(star), Clock(), Phase.PROBING if call == "exists" else Phase.FETCHING
-    clock.now += 1000 * rank
-    store = FaultyStorage(a_region(), seed=rank, stall_limit_s=2 * DEADLINE_S)
-    cache = PrefixCache(an_identity(), a_config(), storage=store, rank=rank, agreement=group, clock=clock)
-    stem = prompt(4, seed=1)
-    half, whole = prompt(4.5, seed=2, prefix=stem), prompt(8.5, seed=3, prefix=stem)
-    for tokens in (half, whole):
-        served(cache, clock, tokens, rank)
-    settled(cache)
-    cache.flush()
-    before = served(cache, clock, half, rank)
-    settled(cache)
-    if stalled_here:
-        store.stall(call)
-    try:
-        request = Request(cache, whole, rank=rank)
-        lease, waited = request.lease, [not cache.claim(request.lease)]
-        stepped(cache, lambda: lease.phase is phase and lease.begun)
-        if stalled_here:
-            store.wait_for_stalled_call()
-        else:
-            group.wait_for_ends([*lease.ops])
-        for _ in range(5):
-            cache.step()
-            waited.append(not cache.claim(lease))
-        if not rank:  # whose time is that of all
-            clock.now += PATIENCE_S
-        cache.step()
-        opened = cache.claim(lease)
-        request.look()
-    finally:
-        store.release()
-    found = {"before": before, "waited": waited, "opened": opened, "boundary": lease.boundary, "digest": group._digest}
-    request.compute().close()
-    settled(cache)
-    cache.flush()
-    found |= {"after": served(cache, clock, whole, rank), "nothing_left": nothing_is_left(cache)}
-    cache.shutdown(5)
-    return found | {"last_digest": group._digest}
-
-
 def met(rank: int, ranks: int, socket: Path) -> Star:
     if rank:
         return connect(socket, rank, ranks, alike("a test"), DEADLINE_S)
@@ -272,10 +157,8 @@ def met(rank: int, ranks: int, socket: Path) -> Star:
 
 def main(what: str, rank: int, ranks: int, socket: str) -> None:
     parts: dict[str, Callable[[Star, int, int], object]] = {
-        "agreement": agreement,
         "caches": caches,
         "changes": changes,
-        "stalls": stalls,
     }
     said = {}
     for number, part in enumerate(what.split(",")):

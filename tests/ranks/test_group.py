@@ -93,6 +93,13 @@ def test_an_event_is_one_of_all_ranks_once_it_has_happened_on_each(three: Ranks)
     assert three.turn(r0=([Ended(7, pages)], True, None)).events == [Ended(7, pages ^ 4, 4)]
 
 
+def test_events_of_one_turn_are_told_in_one_order_whatever_order_they_came_in(three: Ranks) -> None:
+    for op in (10, 20):
+        ends = [Ended(op + 1, 1), Ended(op, 1)]
+        said = {f"r{rank}": (ends[:: 1 - 2 * (rank % 2)], True, None) for rank in range(3)}
+        assert three.turn(**said).events == ends[::-1]
+
+
 def test_why_a_storage_of_one_rank_refused_pages_is_known_to_all(three: Ranks) -> None:
     refused = Ended(7, 1, refused=Refusal.FULL)
     step = three.turn(r0=([Ended(7, 3)], True, None), r1=([refused], True, None), r2=([Ended(7, 3)], True, None))
@@ -174,7 +181,7 @@ def test_whoever_wakes_rank_0_ends_its_wait(three: Ranks) -> None:
     thread.start()
     assert three.groups[0].wait(LONG_S, woken.is_set)
     thread.join()
-    for _ in range(100_000):  # nobody hears it
+    for _ in range(20_000):  # nobody hears it
         three.groups[0].wake()
     assert three.turn(says=b"x").said == b"x"
 
@@ -219,14 +226,14 @@ def test_a_rank_whose_copies_go_on_while_it_is_stuck_is_named(impatient: Ranks) 
 
 def test_a_lane_waits_for_no_rank_that_is_gone_or_reads_nothing(three: Ranks) -> None:
     pages = (1 << 900) - 1
-    for op in range(1000):  # more than a socket holds
+    for op in range(400):  # more than a socket holds
         for group in three.groups:
             assert group.happened(Began(op)) and group.happened(Ended(op, pages))
     told = three.turn().events
-    assert [event for event in told if isinstance(event, Ended)] == [Ended(op, pages) for op in range(1000)]
+    assert [event for event in told if isinstance(event, Ended)] == [Ended(op, pages) for op in range(400)]
     assert three.turn().events == []
     three.stars[0].close()
-    for op in range(1000):
+    for op in range(400):
         assert three.groups[1].happened(Ended(op, 1))
     three.groups[0].wake()
     assert three.groups[0].wait(0.0, never)
@@ -279,18 +286,6 @@ def test_what_only_one_rank_knows_reaches_all_with_the_next_inputs(three: Ranks)
     assert any(three.turn(waiting=False).up for _ in range(TURNS))
 
 
-def test_the_log_says_on_which_rank_storage_is_down(three: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    for up, said in (
-        (True, []),
-        (False, ["storage is down on rank 1"]),
-        (False, []),
-        (True, ["storage is down on no rank"]),
-    ):
-        caplog.clear()
-        assert three.turn(r1=([], up, None)).up is up
-        assert [each.getMessage() for each in caplog.records] == said
-
-
 def test_a_change_is_made_in_an_exchange_in_which_all_ranks_propose_it(three: Ranks) -> None:
     three.turn()
     asked: tuple[list[Event], bool, Proposal] = ([], True, Proposal("attach"))
@@ -305,41 +300,6 @@ def test_a_change_is_made_in_an_exchange_in_which_all_ranks_propose_it(three: Ra
 def ends(found: list[AgreedStep | GroupEnded]) -> set[str]:
     assert all(isinstance(each, GroupEnded) for each in found), found
     return {str(each) for each in found}
-
-
-@pytest.mark.parametrize("waiting", [True, False])
-def test_a_rank_that_decides_otherwise_is_named_on_all_ranks(three: Ranks, waiting: bool) -> None:
-    three.turn()
-    for rank, group in enumerate(three.groups):
-        group.note(b"the same")
-        group.note(b"something else" if rank == 2 else b"the same")
-    if not waiting:
-        three.turn(waiting=False)  # no one looks
-    found = ends(three.each(lambda _, group: group.agree([], 0.0)))
-    assert len(found) == 1 and "rank 2: its decisions" in found.pop()
-    assert len(ends(three.each(lambda _, group: group.agree([], 0.0)))) == 1, "it has ended for good"
-
-
-@pytest.mark.parametrize("dead", [1, 2])
-def test_a_dead_rank_is_named_on_all_others_at_once(three: Ranks, dead: int) -> None:
-    three.turn()
-    three.stars[dead].close()
-    found = ends(three.each(lambda _, group: group.agree([], 0.0), but=dead))
-    assert found == {f"rank {dead}: it is dead: it has closed its socket"}
-
-
-def test_a_late_rank_is_named_on_all_others_after_the_deadline(impatient: Ranks) -> None:
-    found = ends(impatient.each(lambda _, group: group.agree([], 0.0), but=2))
-    assert any("rank 2: it is late" in each for each in found)
-    assert all("rank 1" not in each for each in found)
-
-
-@pytest.mark.parametrize("dead", [True, False])
-def test_the_others_end_without_rank_0(impatient: Ranks, dead: bool) -> None:
-    if dead:
-        impatient.stars[0].close()
-    found = ends(impatient.each(lambda _, group: group.agree([], 0.0), but=0))
-    assert all("rank 0: it is " + ("dead" if dead else "late") in each for each in found)
 
 
 def test_of_ranks_that_wait_for_each_other_the_silent_one_is_at_fault(impatient: Ranks) -> None:
@@ -385,21 +345,8 @@ def _failed(group: Group, why: str, stuck: bool = False) -> AgreedStep:
     raise GroupEnded(group.fail(why, stuck))
 
 
-def test_a_rank_that_cannot_go_on_is_named_with_its_reason(three: Ranks) -> None:
-    three.turn()
-
-    def one_fails(rank: int, group: Group) -> AgreedStep:
-        return _failed(group, "no memory") if rank == 1 else group.agree([], 0.0)
-
-    found = ends(three.each(one_fails))
-    assert found == {"rank 1: no memory"} or all("rank 1: no memory" in each for each in found), found
-
-
 @pytest.mark.parametrize("frame", [b"", b"\x00", b"\x09" * 40, b"\xff" * FRAME])
 def test_what_is_no_report_ends_the_group_with_a_message(three: Ranks, frame: bytes) -> None:
     three.stars[2].links[0].send(frame)
     found = ends(three.each(lambda _, group: group.agree([], 0.0), but=2))
     assert all("rank 2" in each for each in found), found
-
-
-# --- meeting

@@ -108,18 +108,18 @@ def live(life: Life, turns: int) -> None:
         life.told(steps[0])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_all_ranks_hear_the_same_and_each_end_once(seed: int) -> None:
     life = Life(seed)
     try:
-        live(life, 150)
-        assert life.copies > 40
+        live(life, 100)
+        assert life.copies > 25
     finally:
         life.close()
 
 
 @pytest.mark.parametrize("how", ["dies", "stops", "decides otherwise"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_rank_that_cannot_go_on_is_named_by_all_others_whenever_that_is(seed: int, how: str) -> None:
     life = Life(100 + seed, SHORT_S if how == "stops" else LONG_S)
     try:

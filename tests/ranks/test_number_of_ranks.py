@@ -30,13 +30,17 @@ def store() -> Shared:
     return Shared(a_region())
 
 
-def served(store: Shared, rank: int, ranks: int, pools: tuple[PoolSpec, ...] = POOLS) -> tuple[int, int, int]:
-    """One prompt on one rank: how many of its pages came from device, host and storage; all of them are stored."""
+def served(
+    store: Shared, rank: int, ranks: int, pools: tuple[PoolSpec, ...] = POOLS, computes: int | None = None
+) -> tuple[int, int, int]:
+    """One prompt on one rank: how many of its pages came from device, host and storage; all of them are stored.
+
+    It computes bytes of its own, unless it `computes` those of another rank."""
     cache = PrefixCache(
         an_identity(pools), a_config(prefetch_policy="wait_complete"), storage=store, rank=rank, agreement=OneOf(ranks)
     )
     try:
-        found = run(cache, prompt(8.5), rank=rank)
+        found = run(cache, prompt(8.5), rank=rank if computes is None else computes)
         settle(cache)
         return found
     finally:
@@ -53,22 +57,9 @@ def test_a_rank_of_eight_is_not_served_the_pages_of_that_rank_of_four(store: Sha
 def test_what_all_ranks_hold_alike_is_shared_by_the_ranks_of_one_number(store: Shared) -> None:
     alike = tuple(PoolSpec(p.name, p.buffers, p.lookback, p.in_place, replicated=True) for p in POOLS)
     for rank in range(2):  # each writes its part, so both have to compute it once
-        served_alike(store, alike, rank, ranks=2)
-    assert served_alike(store, alike, rank=1, ranks=2) == (0, 0, 8)
-    assert served_alike(store, alike, rank=1, ranks=3) == (0, 0, 0)
-
-
-def served_alike(store: Shared, pools: tuple[PoolSpec, ...], rank: int, ranks: int) -> tuple[int, int, int]:
-    """As `served`, where every rank computes the same bytes."""
-    cache = PrefixCache(
-        an_identity(pools), a_config(prefetch_policy="wait_complete"), storage=store, rank=rank, agreement=OneOf(ranks)
-    )
-    try:
-        found = run(cache, prompt(8.5))
-        settle(cache)
-        return found
-    finally:
-        cache.shutdown(5)
+        served(store, rank, 2, alike, computes=0)
+    assert served(store, 1, 2, alike, computes=0) == (0, 0, 8)
+    assert served(store, 1, 3, alike, computes=0) == (0, 0, 0)
 
 
 def test_the_number_of_ranks_is_in_the_fingerprint_the_name_and_the_header() -> None:
