@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engines import every_family
 from kvarve.engine import families
 from kvarve.engine.families import FAMILIES, Facts, Family, describe, survey
 from kvarve.engine.layers import LAYERS, page_multiple, plan_layers
@@ -45,7 +46,7 @@ def tiny(family: str) -> Facts:
     return describe(family, config, torch.bfloat16, *grid(config, family))
 
 
-@pytest.mark.parametrize("family", PROVEN)
+@every_family
 def test_shapes_alone_say_what_a_loaded_checkpoint_shows(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, torch.bfloat16)
     save_checkpoint(model, tmp_path)
