@@ -23,7 +23,7 @@ from engines import (
 )
 from kvarve.engine import batch as batch_module
 from kvarve.engine import turns as turns_module
-from kvarve.engine.batch import Batch, batches
+from kvarve.engine.batch import batches
 from kvarve.engine.paging import PagedTape, PagedWorkspace
 from kvarve.engine.requests import Finish
 from kvarve.engine.shards import divide
@@ -92,26 +92,6 @@ def test_code_that_confuses_rows_is_found_out_and_computed_one_by_one(
     answers = by_hand(engine, *(a_request(a_prompt(tokens, seed), most) for tokens, seed, most in ASKED[:3]))
     for (_, answer, _), (tokens, seed, most) in zip(answers, ASKED, strict=False):
         assert answer == alone("qwen3_5", tokens, seed, most)
-
-
-def test_answers_take_one_forward_a_turn(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sizes, real = make(start=False, turn_tokens=4 * CHUNK), list[int](), turns_module.forward
-    forward = Batch.forward
-
-    def whole_chunks_only(model: Any, state: PagedWorkspace, ids: Tensor) -> Tensor:
-        assert ids.shape[1] == CHUNK
-        return real(model, state, ids)
-
-    def counted(self: Batch, model: Any, tokens: list[int]) -> Tensor:
-        sizes.append(len(tokens))
-        return forward(self, model, tokens)
-
-    monkeypatch.setattr(Batch, "forward", counted)
-    monkeypatch.setattr(turns_module, "forward", whole_chunks_only)
-    requests = [engine.submit(a_request(a_prompt(CHUNK, seed), 5)) for seed in range(4)]
-    turns(engine, lambda: engine.counts.finished == 4)
-    assert all(len(request.result(0.1)[1]) == 5 for request in requests)
-    assert sizes == [4] * 4
 
 
 def test_an_answer_that_closes_a_page_of_compressed_entries_is_the_one_without_a_cache(make: Make) -> None:
@@ -186,40 +166,6 @@ def test_a_deterministic_answer_is_the_same_to_the_last_bit_whichever_requests_r
     by_hand(engine, *(a_request(a_prompt(tokens, seed), most) for tokens, seed, most in GROWING))
     assert engine.counts.preempted > 0
     assert not differed
-
-
-def test_a_shared_prefix_lies_on_the_device_once(make: Make) -> None:
-    engine, stem = make(a_model("qwen3"), start=False), a_prompt(2 * CHUNK)
-    by_hand(engine, a_request([*stem, 1], 1))
-    before = engine.cache.stats()["used.device.attention"]
-    assert before == 2 * CHUNK // PAGE
-    requests = [engine.submit(a_request([*stem, seed], 20)) for seed in range(4)]
-    turns(engine, lambda: engine.counts.output_tokens >= 4)
-    tables = [job.state.tables["attention"].slots for job in engine.scheduler.running]
-    assert len(tables) == 4
-    assert len({tuple(slots[: 2 * CHUNK // PAGE]) for slots in tables}) == 1
-    assert engine.cache.stats()["used.device.attention"] <= before + 4 * 2
-    turns(engine, lambda: engine.counts.finished == 5)
-    assert engine.cache.stats()["used.device.attention"] <= before + 4 * 2
-    assert all(request.result(0.1)[2].finish is Finish.LENGTH for request in requests)
-
-
-def test_a_batch_that_fails_ends_only_the_requests_that_fail_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, failures = Batch.forward, [RuntimeError("out of memory")]
-
-    def failing(self: Batch, model: Any, tokens: list[int]) -> Tensor:
-        logits = forward(self, model, tokens)  # the states have moved on
-        if len(tokens) == 3 and failures:
-            raise failures.pop()
-        return logits
-
-    monkeypatch.setattr(Batch, "forward", failing)
-    engine = make(start=False)
-    answers = by_hand(engine, *(a_request(a_prompt(CHUNK + 5, seed), 5) for seed in (1, 2, 3)))
-    for (_, answer, last), seed in zip(answers, (1, 2, 3), strict=True):
-        assert last.finish is Finish.LENGTH
-        assert answer == alone("qwen3_5", CHUNK + 5, seed, 5)
-    assert not failures
 
 
 # --- an answer is found again

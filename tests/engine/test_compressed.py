@@ -13,7 +13,8 @@ pytest.importorskip("zstandard")
 TOKENS, CHUNK = 600, 256
 
 
-@pytest.mark.parametrize(("writes", "reads"), [("zstd", "no"), ("no", "auto"), ("zstd", "zstd")])
+@pytest.mark.long
+@pytest.mark.parametrize(("writes", "reads"), [("zstd", "no"), ("no", "zstd")])
 def test_the_logits_are_the_same_bits_after_a_restart(
     make: Make, recorder: Recorder, tmp_path: Path, writes: str, reads: str
 ) -> None:

@@ -91,21 +91,6 @@ def test_a_prompt_of_any_length_resumes_at_the_last_line_of_the_grid_before_its_
     assert last.usage == TokenUsage(tokens, 3, (tokens - 1) // CHUNK * CHUNK, 0, 0)
 
 
-def test_a_conversation_goes_on_from_what_was_kept_of_it(make: Make, recorder: Recorder) -> None:
-    engine, other = make(start=False), make(start=False)
-    history = a_prompt(100)
-    for turn in range(3):
-        ((_, found, last),) = by_hand(engine, a_request(history, 3))
-        warm = recorder.take()
-        ((_, expected, _),) = by_hand(other, a_request(history, 3, read_cache=False))
-        cold = recorder.take()
-        assert found == expected
-        assert all(torch.equal(logits, cold[position]) for position, logits in warm.items())
-        assert last.usage is not None
-        assert last.usage.cached == (0 if turn == 0 else (len(history) - 93) // CHUNK * CHUNK), turn
-        history = [*history, *found, *a_prompt(90, seed=turn)]
-
-
 def test_pages_computed_in_half_a_chunk_are_not_shared(make: Make, recorder: Recorder) -> None:
     """A page has other last bits if its chunk was shorter, so a request that resumes there recomputes that chunk."""
     engine, prompt = make(start=False), a_prompt(4 * CHUNK)
@@ -172,17 +157,6 @@ def test_a_long_prompt_delays_no_answer_by_more_than_one_chunk(make: Make, recor
         assert len(long.outputs.get_nowait().tokens) == 1
 
 
-def test_prompts_take_turns(make: Make, recorder: Recorder) -> None:
-    engine = make(start=False)
-    requests = [engine.submit(a_request(a_prompt(5 * CHUNK, seed), 1)) for seed in range(3)]
-    for _ in range(15):
-        engine._turn()
-    workspaces = [id(workspace) for workspace, _, _ in recorder.calls]
-    assert workspaces == workspaces[:3] * 5
-    assert len({*workspaces}) == 3
-    assert all(request.result(0.1)[2].finish is Finish.LENGTH for request in requests)
-
-
 def test_a_request_that_waits_for_storage_is_overtaken(make: Make) -> None:
     model = a_model()
     storage = FaultyStorage(MemoryStorage(64 * MIB, model.identity.fingerprint(), "test"))
@@ -220,22 +194,6 @@ def test_a_put_that_hangs_costs_no_request_and_no_hit_on_the_device(make: Make) 
             assert hung.wait(LONG_S)
     finally:
         over.set()
-
-
-def test_a_crowd_that_comes_at_once_hits_as_if_it_came_one_by_one(make: Make) -> None:
-    model = a_model()
-    room = 18 * sum(pool.payload_bytes for pool in model.identity.pools)  # for a few such prompts, not for four
-    engine = make(model, start=False, max_running=2, device=room)
-    prompts = [a_prompt(PROMPT, seed) for seed in range(4)]
-    for prompt in prompts:
-        request = engine.submit(a_request(prompt))
-        turns(engine, lambda request=request: not request.outputs.empty() and not any(engine.load()))
-        engine.cache.settle()
-    engine.cache.flush([Tier.DEVICE])
-    crowd = [engine.submit(a_request(prompt)) for prompt in prompts]
-    turns(engine, lambda: engine.counts.finished == 8)
-    hits = [request.result(0.1)[2].usage for request in crowd]
-    assert [usage and usage.host for usage in hits] == [(PROMPT - 1) // CHUNK * CHUNK] * 4
 
 
 def test_pages_fetched_for_later_requests_keep_no_slots_from_the_first_in_line(make: Make) -> None:

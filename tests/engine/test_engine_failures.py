@@ -7,18 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import (
-    DECODED,
-    GRID_FLOOR,
-    LONG_S,
-    PROMPT,
-    Make,
-    a_prompt,
-    a_request,
-    alone,
-    by_hand,
-    turns,
-)
+from engines import DECODED, GRID_FLOOR, LONG_S, PROMPT, Make, a_prompt, a_request, alone, by_hand, turns
 from kvarve.engine.requests import Finish, OutputChunk, Request
 from kvarve.errors import Busy, ConfigError
 
@@ -47,17 +36,6 @@ def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> N
     assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))
     ((_, tokens, _),) = by_hand(engine, a_request(a_prompt(PROMPT, 3)))
     assert tokens == alone("qwen3_5", PROMPT, 3, DECODED)
-
-
-def test_aborting_what_is_over_or_never_came_is_nothing(make: Make) -> None:
-    engine = make(start=False)
-    request = a_request(a_prompt(5), 1)
-    by_hand(engine, request)
-    engine.abort(request)
-    engine.abort(a_request())
-    engine._turn()
-    assert request.outputs.empty()
-    assert engine.counts.finished == 1
 
 
 @pytest.mark.parametrize("broken", [False, True])

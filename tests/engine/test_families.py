@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache
 
 from engines import MIB, every_dtype, every_family
 from engines import a_model as a_loaded_model
@@ -24,7 +23,7 @@ from kvarve.errors import ConfigError, ModelError
 from kvarve.model import ModelIdentity, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
-from kvarve.testing.models import FAMILIES, STATES_ALONE, VOCAB, tiny_config, tiny_model
+from kvarve.testing.models import FAMILIES, STATES_ALONE, VOCAB, tiny_config
 
 PAGE, CHUNK = 16, 64
 CHUNKS, TAIL = 2, 23
@@ -244,11 +243,6 @@ def test_an_entry_of_many_tokens_takes_its_share_of_a_page() -> None:
     assert layout.bytes_per_token == layout.pool("compressed").payload_bytes / 128
 
 
-def test_a_layer_that_reads_the_buffers_of_another_has_none_of_its_own() -> None:
-    layers = [{buffer.name.split(".")[1] for buffer in pool.buffers} for pool in a_model("gemma4")[1].pools]
-    assert layers == [{"1", "3"}, {"0", "2"}]
-
-
 @pytest.mark.parametrize("page", [16, 64, 192])
 def test_a_page_that_would_cut_a_compressed_entry_in_two_is_refused_and_one_that_fits_named(page: int) -> None:
     fits = {16: 128, 64: 128, 192: 256}[page]
@@ -273,26 +267,3 @@ def test_a_model_that_forgets_between_chunks_is_refused_until_it_has_been_taught
     for position in range(CHUNK, CHUNK + 5):
         expected = forward(model, one_by_one, prompt[:, position : position + 1])
     torch.testing.assert_close(forward(model, at_once, prompt[:, CHUNK : CHUNK + 5]), expected, rtol=0, atol=1e-4)
-
-
-def test_a_model_that_remembers_is_left_as_it_is() -> None:
-    for family in ("qwen3", "bamba", "minimax", "qwen4_exp"):
-        model = tiny_model(family)
-        assert not [name for name, module in model.named_modules() if "forward" in vars(module)], family
-
-
-def test_a_mixer_that_forgets_is_found_behind_one_that_remembers() -> None:
-    """The first layer's output depends on its state, and so do all later layers."""
-    model = tiny_model("qwen3_5")
-    mixer = model.model.layers[2].linear_attn
-
-    class Forgetful(type(mixer)):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-            if hidden_states.shape[1] > 1:
-                (cache,) = (value for value in kwargs.values() if isinstance(value, Cache))
-                cache.layers[2].has_previous_state[0] = False
-            return super().forward(hidden_states, **kwargs)
-
-    mixer.__class__ = Forgetful
-    with pytest.raises(ModelError, match="layer 2 forgets its state"):
-        StateLayout.of(model, PAGE, CHUNK)

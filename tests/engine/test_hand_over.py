@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from engines import DECODED, GRID_FLOOR, LONG_S, PROMPT, Make, a_prompt, a_request, alone, by_hand
-from kvarve.engine.requests import Finish
 from kvarve.errors import ConfigError
 from kvarve.ticket import Ticket
 
@@ -45,13 +44,3 @@ def test_a_prompt_is_handed_over_through_a_storage_only(make: Make) -> None:
         engine.submit(a_request(a_prompt(PROMPT, 3), 1, hand_over_s=1.0))
     with pytest.raises(ConfigError, match="finite"):
         engine.submit(a_request(a_prompt(PROMPT, 3), 1, hand_over_s=float("inf")))
-
-
-def test_a_request_that_is_aborted_has_no_ticket(make: Make, tmp_path: Path) -> None:
-    engine = make(start=False, storage=f"file://{tmp_path}?capacity=64MiB")
-    request = engine.submit(a_request(a_prompt(PROMPT, 3), 8, hand_over_s=1.0))
-    engine._turn()
-    engine.abort(request)
-    engine._turn()
-    _, _, last = request.result(LONG_S)
-    assert (last.finish, last.ticket) == (Finish.ABORT, None)

@@ -78,11 +78,6 @@ def impatient() -> Iterator[Ranks]:
     ranks.close()
 
 
-def test_all_ranks_hear_rank_0s_time_and_inputs_whatever_their_length(three: Ranks) -> None:
-    for says in (b"", b"x", b"y" * (FRAME - 30), b"z" * FRAME, bytes(1 << 20)):
-        assert three.turn(says=says) == AgreedStep([], 0.0, True, None, says)
-
-
 def test_an_event_is_one_of_all_ranks_once_it_has_happened_on_each(three: Ranks) -> None:
     pages = (1 << 300) - 1
     assert three.turn(r0=([Began(7)], True, None)).events == []
@@ -149,25 +144,6 @@ def test_what_has_only_begun_waits_a_moment_for_other_events(three: Ranks, monke
     assert three.groups[0].wait(LONG_S, never)
     assert not late
     assert three.turn().events == [Began(7), Ended(7, 1)], "both in one turn"
-
-
-def test_news_without_end_do_not_keep_rank_0_from_the_turn_for_what_has_begun(
-    three: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    star, clock, told = three.stars[0], [0.0], [*range(100, 100 + TURNS)]
-    ready = star.ready
-
-    def floods(timeout_s: float) -> list[int]:
-        clock[0] += BEGUN_S / 10
-        assert three.groups[1].happened(Began(told.pop()))
-        return ready(LONG_S)
-
-    for group in three.groups:
-        assert group.happened(Began(7))
-    monkeypatch.setattr(star, "clock", lambda: clock[0])
-    monkeypatch.setattr(star, "ready", floods)
-    assert three.groups[0].wait(LONG_S, never)
-    assert clock[0] <= 2 * BEGUN_S
 
 
 def test_whoever_wakes_rank_0_ends_its_wait(three: Ranks) -> None:
@@ -286,29 +262,9 @@ def test_what_only_one_rank_knows_reaches_all_with_the_next_inputs(three: Ranks)
     assert any(three.turn(waiting=False).up for _ in range(TURNS))
 
 
-def test_a_change_is_made_in_an_exchange_in_which_all_ranks_propose_it(three: Ranks) -> None:
-    three.turn()
-    asked: tuple[list[Event], bool, Proposal] = ([], True, Proposal("attach"))
-    assert {three.turn(waiting=False, r1=asked, r2=asked).granted for _ in range(3)} == {None}
-    decided = (three.turn(waiting=False, r0=asked, r1=asked, r2=asked).granted for _ in range(TURNS))
-    assert next(each for each in decided if each is not None) is True
-    no: tuple[list[Event], bool, Proposal] = ([], True, Proposal("", ready=False))
-    decided = (three.turn(waiting=False, r0=asked, r1=no, r2=asked).granted for _ in range(TURNS))
-    assert next(each for each in decided if each is not None) is False
-
-
 def ends(found: list[AgreedStep | GroupEnded]) -> set[str]:
     assert all(isinstance(each, GroupEnded) for each in found), found
     return {str(each) for each in found}
-
-
-def test_of_ranks_that_wait_for_each_other_the_silent_one_is_at_fault(impatient: Ranks) -> None:
-    """As in a sum of the model: those that wait give up alike, and say so."""
-    found = {
-        str(each)
-        for each in impatient.each(lambda _, group: _failed(group, "the sum took too long", stuck=True), but=1)
-    }
-    assert all("rank 1: it is late" in each and "the sum" not in each for each in found), found
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
@@ -323,12 +279,6 @@ def test_ranks_that_wait_for_one_that_fails_meanwhile_hear_why(three: Ranks, fai
 
     found = three.each(assemble)
     assert len(found) == 3 and ends(found) == {f"rank {fails}: its weights are damaged"}
-
-
-def test_a_group_that_has_ended_waits_for_no_rank(impatient: Ranks) -> None:
-    impatient.each(lambda _, group: group.agree([], 0.0), but=2)
-    with pytest.raises(GroupEnded, match=r"rank 2: it is late: nothing comes from it for 0\.25 s"):
-        impatient.groups[0].assemble(LONG_S)
 
 
 def test_what_a_rank_has_said_before_a_sum_is_no_sign_of_life_in_it(impatient: Ranks) -> None:

@@ -160,15 +160,6 @@ def test_a_stranger_is_hung_up_on(three: Meeting, said: bytes) -> None:
     all_join(first, three.rank(1), three.rank(2))
 
 
-def test_a_stranger_that_says_nothing_is_hung_up_on(three: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(star_module, "HELLO_S", 0.01)
-    first = three.rank_0()
-    with calling(three.address) as stranger:
-        assert stranger.recv(1) == b""
-    monkeypatch.undo()
-    all_join(first, three.rank(1), three.rank(2))
-
-
 def test_a_rank_that_never_starts_is_named_to_all_and_in_the_log(
     three: Meeting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,16 +219,6 @@ def test_what_answers_in_place_of_rank_0_is_no_rank_0(tmp_path: Path) -> None:
         answering.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         answering.close()
         assert "is no rank 0 of kvarve" in joining.refused()
-
-
-def test_a_host_that_is_not_known_yet_is_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A name may be known only once its machine serves."""
-    monkeypatch.setattr(star_module, "TELL_S", 0.0)
-    with pytest.raises(GroupEnded, match=r"rank 0 does not answer at none\.invalid:1"):
-        connect(("none.invalid", 1), 1, 2, alike("a"), LONG_S, start_s=0.1)
-    assert "waiting for rank 0 at none.invalid:1" in caplog.text
 
 
 def free_port(host: str) -> int:

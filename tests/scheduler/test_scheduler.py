@@ -41,14 +41,6 @@ def test_copies_sent_before_a_change_of_the_storage_stand_before_it() -> None:
     assert not scheduler.storage_up and scheduler.take() == []
 
 
-def test_a_change_of_the_storage_brings_its_policies() -> None:
-    scheduler = a_scheduler(storage=False)
-    selective = replace(a_config(), policies=replace(a_config().policies, write_policy="write_through_selective"))
-    scheduler.step(Report(proposed=ChangeProposed(1, selective)), 1.0)
-    assert scheduler.take() == [ChangeMade(1)] and scheduler.storage_up
-    assert scheduler.config is selective and scheduler.core.config.policies.write is selective.policies.write
-
-
 def test_a_change_that_the_ranks_do_not_grant_changes_nothing() -> None:
     shape = an_identity(), a_config(), check(an_identity(), a_config())
     scheduler = CacheScheduler(*shape, storage=True, agreement=Denied())
@@ -99,13 +91,6 @@ def test_a_claim_makes_all_fetches_of_its_request_urgent_with_one_order() -> Non
     assert len(fetches) > 5
     scheduler.claim(lease)
     assert scheduler.take() == [Hurry(tuple(fetches))]
-
-
-def test_a_claim_of_a_request_without_fetches_makes_nothing_urgent() -> None:
-    scheduler = a_scheduler(storage=False)
-    scheduler.step(Report(), 1.0)
-    scheduler.claim(scheduler.open(prompt(4.5)))
-    assert not any(isinstance(order, Hurry) for order in scheduler.take())
 
 
 def test_an_answer_about_a_copy_that_is_not_in_flight_is_counted_and_changes_nothing() -> None:
