@@ -20,7 +20,6 @@ from kvarve.engine.model import check_model, load_model
 from kvarve.engine.packed import LAYOUTS, NVFP4, Parts, Settings, packed_modules
 from kvarve.engine.quantized import unreadable
 from kvarve.errors import KvarveError, ModelError
-from kvarve.testing.models import save_checkpoint, tiny_model
 from kvarve.testing.quantized import FORMATS, save_quantized
 
 Weights = dict[str, Tensor]
@@ -267,15 +266,6 @@ def test_a_config_that_contradicts_the_tensors_is_refused(
 ) -> None:
     change(folder := copy_of(format_), **changed)
     assert complaint in refusal(folder)
-
-
-@pytest.mark.parametrize("format_", ["gptq", "modelopt"])
-def test_a_folder_in_which_nothing_is_packed_is_refused(tmp_path: Path, format_: str) -> None:
-    save_checkpoint(tiny_model("qwen3"), tmp_path / "plain")
-    config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    config["quantization_config"] = FORMATS[format_][3]
-    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
-    assert "it holds no packed weight" in refusal(tmp_path / "plain")
 
 
 ANYTHING = st.recursive(

@@ -126,14 +126,6 @@ def test_quantized_weights_are_found_in_the_files_where_the_config_is_silent(
 # --- models that are not ours
 
 
-def test_a_refusal_gives_all_its_reasons(folder: Path) -> None:
-    about = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
-    config(folder, **about, quantization_config={"quant_method": "hqq"})
-    said = both(folder)
-    assert "config.json: mine: transformers" in said and "does not know this architecture" in said
-    assert "code that comes with a checkpoint is never run" in said and "quantized (hqq)" in said
-
-
 def test_a_checkpoint_whose_code_would_have_to_be_run_is_refused_and_it_is_not_run(folder: Path) -> None:
     config(folder, model_type="mine", auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
     (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")

@@ -3,17 +3,13 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvarve.engine import ranks as ranks_module
 from kvarve.engine.ranks import Place, started
-from kvarve.errors import ModelError
 from kvarve.ranks.star import GroupEnded, Listener
-from kvarve.server.serve import run
-from kvarve.server.settings import Settings
 
 
 def signalled(marks: str, place: Place) -> None:
@@ -57,19 +53,3 @@ def test_no_end_waits_for_a_rank_that_does_not_hear_of_it(
         assert len(place.processes) == 1
         raise end("now")
     assert not Path(f"/proc/{child}").exists()
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_a_model_that_is_not_there_starts_no_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None
-) -> None:
-    monkeypatch.setattr("kvarve.server.serve.started", None)
-    with pytest.raises(ModelError):
-        run(Settings(model=str(tmp_path / "none"), tp=2))

@@ -156,10 +156,7 @@ def met(rank: int, ranks: int, socket: Path) -> Star:
 
 
 def main(what: str, rank: int, ranks: int, socket: str) -> None:
-    parts: dict[str, Callable[[Star, int, int], object]] = {
-        "caches": caches,
-        "changes": changes,
-    }
+    parts: dict[str, Callable[[Star, int, int], object]] = {"caches": caches, "changes": changes}
     said = {}
     for number, part in enumerate(what.split(",")):
         star = met(rank, ranks, Path(f"{socket}-{number}"))

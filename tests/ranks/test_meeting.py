@@ -33,8 +33,7 @@ class Meeting:
     def rank(self, rank: int, settings: str = "a", ends: int | None = None) -> "Joining":
         processes = {} if ends is None else {ends: 3}
         return Joining(
-            self._pool,
-            lambda: connect(self.address, rank, self.ranks, alike(settings), LONG_S, LONG_S, processes),
+            self._pool, lambda: connect(self.address, rank, self.ranks, alike(settings), LONG_S, LONG_S, processes)
         )
 
     def close(self) -> None:
