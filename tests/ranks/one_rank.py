@@ -1,4 +1,4 @@
-"""One rank of several, in a process of its own: `python one_rank.py what rank ranks socket`; prints JSON."""
+"""One rank of several, in a process of its own: `python one_rank.py rank ranks socket`; prints JSON."""
 
 import json
 import sys
@@ -9,14 +9,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 
 from filling import Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
-from kvarve.changes import CHANGE_S
-from kvarve.errors import StorageError
 from kvarve.keys import object_name
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.group import Group
 from kvarve.ranks.star import Listener, Star, alike, connect
-from kvarve.worker import Change
 
 DEADLINE_S = 60.0
 
@@ -88,63 +85,6 @@ def stepped(cache: PrefixCache, until: Callable[[], bool], clock: Clock | None =
     raise AssertionError("that does not end")
 
 
-def changes(star: Star, rank: int, ranks: int) -> object:
-    """Changes of the storage that ranks propose at different moments, that fail on one, or that not all propose.
-
-    `alike` has to be the same on all ranks, and `own` is how it ended on this one.
-    """
-    clock = Clock()
-    clock.now += 1000 * rank
-    cache = PrefixCache(an_identity(), a_config(), rank=rank, agreement=Group(star), clock=clock)
-    tokens, alike, own = prompt(8.5), [], []
-    stores = [a_store(seed=rank) for _ in range(3)]
-
-    def ask(what: Callable[[], Change] | None, later_s: float = 0.0) -> None:
-        """Ranks propose one after the other; after each step every rank says which storage is attached."""
-        change = None
-        for step in range(2 * ranks + 1):
-            if step == 2 * rank and what is not None:
-                change = what()
-            cache.step()
-            attached = None if cache.attached is None else stores.index(cache.attached.storage.inner.inner)  # type: ignore[arg-type]
-            alike.append([attached, cache.scheduler.core.copies.storage])
-            clock.now += later_s
-        why = None if change is None or not change.made.done() else change.made.exception(0)
-        own.append("nothing asked" if change is None else type(why).__name__ if change.made.done() else "waits")
-
-    alike.append(served(cache, clock, tokens, rank))
-    settled(cache)
-    ask(lambda: cache.attach(stores[0], back_up=True))
-    settled(cache)
-    cache.flush()
-    alike.append(served(cache, clock, tokens, rank))
-    ask(lambda: cache.decline(StorageError("refused")) if rank else cache.attach(stores[1]))
-    ask(lambda: cache.detach() if rank else cache.attach(stores[1]))
-    ask(None if rank else lambda: cache.attach(stores[1]), later_s=CHANGE_S)
-    alike.append(served(cache, clock, tokens, rank))
-    ask(lambda: cache.attach(stores[2], back_up=True))
-    settled(cache)
-    cache.flush()
-    alike.append(served(cache, clock, tokens, rank))
-    stores[2].dead = rank == 1
-    seed = 50
-    while cache.scheduler.core.copies.storage:
-        alike.append(served(cache, clock, prompt(4.5, seed=seed), rank))
-        cache.step()
-        seed += 1
-    stores[2].dead = False
-    alike.append(served(cache, clock, tokens, rank))
-    stepped(cache, lambda: cache.scheduler.core.copies.storage)
-    settled(cache)
-    cache.flush()
-    alike.append(served(cache, clock, tokens, rank))
-    ask(cache.detach)
-    settled(cache)
-    alike.append(nothing_is_left(cache))
-    cache.shutdown(5)
-    return {"alike": alike, "own": own}
-
-
 def met(rank: int, ranks: int, socket: Path) -> Star:
     if rank:
         return connect(socket, rank, ranks, alike("a test"), DEADLINE_S)
@@ -155,15 +95,8 @@ def met(rank: int, ranks: int, socket: Path) -> Star:
         listener.close()
 
 
-def main(what: str, rank: int, ranks: int, socket: str) -> None:
-    parts: dict[str, Callable[[Star, int, int], object]] = {"caches": caches, "changes": changes}
-    said = {}
-    for number, part in enumerate(what.split(",")):
-        star = met(rank, ranks, Path(f"{socket}-{number}"))
-        said[part] = parts[part](star, rank, ranks)
-        star.close()
-    print(json.dumps(said))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+    star = met(rank, ranks, Path(sys.argv[3]))
+    print(json.dumps(caches(star, rank, ranks)))
+    star.close()

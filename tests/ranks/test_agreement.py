@@ -1,7 +1,6 @@
 """Ranks that serve the same requests stay one cache, whatever happens on one of them."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -25,30 +24,7 @@ from kvarve.storage import Breaker
 from kvarve.testing import FaultyStorage
 from kvarve.worker import Change, UnderWay
 
-HERE = Path(__file__).parent
-
-
-def processes(what: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """The output of each rank of a group of real processes."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    started = [
-        forks.Popen(
-            [sys.executable, str(HERE / "one_rank.py"), what, str(rank), str(ranks), str(folder / "meeting")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        answers = [process.communicate(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (_, errors) in zip(started, answers, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(out.splitlines()[-1]) for out, _ in answers]
+PROGRAM, RANKS = Path(__file__).with_name("one_rank.py"), 2
 
 
 def test_a_rank_alone_hears_what_ended_as_it_ended() -> None:
@@ -56,15 +32,21 @@ def test_a_rank_alone_hears_what_ended_as_it_ended() -> None:
     assert Alone().agree(iter(ends), 12.5) == AgreedStep(ends, 12.5)
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes("caches,changes", 2, tmp_path_factory.mktemp("two"))
-
-
-def test_two_caches_in_two_processes_find_the_same_boundaries(two_processes: list[dict[str, Any]]) -> None:
-    first, second = two_processes
-    assert first["caches"] == second["caches"]
-    *found, counters, nothing_left = first["caches"]
+def test_two_caches_in_two_processes_find_the_same_boundaries(tmp_path: Path) -> None:
+    words = [str(RANKS), str(tmp_path / "meeting")]
+    started = [
+        forks.Popen([sys.executable, str(PROGRAM), str(rank), *words], stdout=subprocess.PIPE, text=True)
+        for rank in range(RANKS)
+    ]
+    try:
+        answers = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * RANKS
+    first, second = (json.loads(out.splitlines()[-1]) for out in answers)
+    assert first == second
+    *found, counters, nothing_left = first
     assert nothing_left
     cold, flushed, warm = found[:5], found[5], found[6:]
     assert [boundary for boundary, *_ in cold] == [0, 0, 0, 6, 0], "the fourth begins as the second"
@@ -77,35 +59,6 @@ def test_two_caches_in_two_processes_find_the_same_boundaries(two_processes: lis
     assert [boundary for boundary, *_ in warm[10:]] == [8, 8, 10, 10, 12]
     assert sum(storage for *_, storage in warm) > 0
     assert counters["bad_storage"] > 0
-
-
-def test_ranks_change_their_storage_in_the_same_step_or_not_at_all(two_processes: list[dict[str, Any]]) -> None:
-    ranks, answers = 2, [answer["changes"] for answer in two_processes]
-    assert all(answer["alike"] == answers[0]["alike"] for answer in answers)
-    steps = 2 * ranks + 1
-    cold, *alike = answers[0]["alike"]
-    assert cold == [0, 0, 0, 0]
-    # In the step in which the last of them asked, and not before.
-    assert alike[:steps] == [[None, False]] * (steps - 3) + [[0, True]] * 3
-    alike = alike[steps:]
-    assert alike.pop(0) == [8, 0, 0, 8]
-    assert alike[: 3 * steps] == [[0, True]] * (3 * steps), "declined, not the same, and not asked of all"
-    alike = alike[3 * steps :]
-    assert alike.pop(0) == [8, 8, 0, 0]
-    assert alike[:steps] == [[0, True]] * (steps - 3) + [[2, True]] * 3
-    alike = alike[steps:]
-    assert alike.pop(0) == [8, 0, 0, 8]
-    assert alike.pop() is True, "something is left"
-    assert alike[-steps:] == [[2, True]] * (steps - 3) + [[None, False]] * 3
-    *while_it_fell, down, up_again = alike[:-steps]
-    assert while_it_fell
-    assert down == [8, 8, 0, 0], "memory has it"
-    assert up_again == [8, 0, 0, 8]
-    for rank, answer in enumerate(answers):
-        made, declined, differs, alone, replaced, detached = answer["own"]
-        assert (made, replaced, detached) == ("NoneType",) * 3
-        assert declined == differs == "StorageError"
-        assert alone == ("nothing asked" if rank else "Busy")
 
 
 @pytest.mark.parametrize(

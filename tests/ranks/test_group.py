@@ -262,6 +262,17 @@ def test_what_only_one_rank_knows_reaches_all_with_the_next_inputs(three: Ranks)
     assert any(three.turn(waiting=False).up for _ in range(TURNS))
 
 
+def test_a_change_is_made_in_an_exchange_in_which_all_ranks_propose_it(three: Ranks) -> None:
+    three.turn()
+    asked: tuple[list[Event], bool, Proposal] = ([], True, Proposal("attach"))
+    assert {three.turn(waiting=False, r1=asked, r2=asked).granted for _ in range(3)} == {None}
+    decided = (three.turn(waiting=False, r0=asked, r1=asked, r2=asked).granted for _ in range(TURNS))
+    assert next(each for each in decided if each is not None) is True
+    no: tuple[list[Event], bool, Proposal] = ([], True, Proposal("", ready=False))
+    decided = (three.turn(waiting=False, r0=asked, r1=no, r2=asked).granted for _ in range(TURNS))
+    assert next(each for each in decided if each is not None) is False
+
+
 def ends(found: list[AgreedStep | GroupEnded]) -> set[str]:
     assert all(isinstance(each, GroupEnded) for each in found), found
     return {str(each) for each in found}
