@@ -48,17 +48,6 @@ def test_what_could_become_a_stop_text_is_held_back_until_it_cannot(make: Make, 
     assert [piece.text for piece in pieces] == ["a", "", "", "ENx", "", "", ""]
 
 
-def test_an_answer_cut_off_by_its_length_says_what_was_held_back(make: Make, recorder: Recorder) -> None:
-    pieces = scripted(make, recorder, "aEN", ("END",), most=3)
-    assert "".join(piece.text for piece in pieces) == "aEN"
-    assert pieces[-1].finish is Finish.LENGTH
-
-
-def test_a_character_is_delivered_when_it_is_whole(make: Make, recorder: Recorder) -> None:
-    pieces = scripted(make, recorder, "é😀!", ())
-    assert [piece.text for piece in pieces] == ["", "é", "", "", "", "😀", "!", ""]
-
-
 def test_a_seed_repeats_an_answer_whichever_other_requests_run(make: Make) -> None:
     engine = make(start=False)
 

@@ -115,17 +115,6 @@ def test_shutting_down_ends_those_that_run_and_keeps_what_they_computed(make: Ma
     assert last.usage.storage == GRID_FLOOR
 
 
-def test_calls_of_other_threads_are_made_by_the_engines_thread(make: Make) -> None:
-    engine = make()
-    engine.submit(a_request()).result(LONG_S)
-    assert engine.settle(LONG_S)
-    assert engine.flush(timeout_s=LONG_S) > 0
-    assert engine.flush(timeout_s=LONG_S) == 0
-    engine.shutdown()
-    with pytest.raises(Busy):
-        engine.ask(lambda: 1, 0.01)
-
-
 def test_a_call_that_the_engine_did_not_make_in_time_is_never_made(make: Make) -> None:
     engine, done, may_go_on, begun = make(), [], threading.Event(), threading.Event()
 

@@ -233,17 +233,6 @@ def test_the_layout_says_what_each_family_keeps(family: str) -> None:
     assert found == POOLS.get(family, found)
 
 
-def test_an_entry_of_many_tokens_takes_its_share_of_a_page() -> None:
-    _, layout = a_model("deepseek_v4")
-    shapes = {buffer.name: buffer.shape for buffer in layout.pool("compressed").buffers}
-    assert shapes == {
-        "layers.1.compressed_kv.compressor": (32, 16),
-        "layers.1.compressed_kv.indexer": (32, 16),
-        "layers.2.compressed_kv.compressor": (1, 16),
-    }
-    assert layout.bytes_per_token == layout.pool("compressed").payload_bytes / 128
-
-
 @pytest.mark.parametrize("page", [16, 64, 192])
 def test_a_page_that_would_cut_a_compressed_entry_in_two_is_refused_and_one_that_fits_named(page: int) -> None:
     fits = {16: 128, 64: 128, 192: 256}[page]

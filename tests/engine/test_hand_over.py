@@ -1,7 +1,6 @@
 """One engine prefills, another decodes: the prompt goes over by a ticket and a storage that both share."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,17 +24,6 @@ def test_a_decode_engine_answers_as_one_engine_would_and_computes_only_the_end_o
     assert tokens == alone("qwen3_5", PROMPT, 3, DECODED) and tokens[:1] == first
     assert last.usage is not None and last.usage.storage == GRID_FLOOR
     assert decode.counts.computed_tokens == PROMPT - GRID_FLOOR
-
-
-def test_a_ticket_that_is_refused_costs_that_request_alone(make: Make, tmp_path: Path) -> None:
-    engine = make(start=False, storage=f"file://{tmp_path}?capacity=64MiB")
-    ((_, _, last),) = by_hand(engine, a_request(a_prompt(PROMPT, 3), 1, hand_over_s=0.0))
-    assert last.ticket is not None
-    for ticket, prompt in ((last.ticket, a_prompt(PROMPT, 4)), (replace(last.ticket, ranks=2), a_prompt(PROMPT, 3))):
-        with pytest.raises(ConfigError, match="the ticket is of another"):
-            engine.submit(a_request(prompt, 1, ticket=ticket))
-    assert not engine.broken and engine.load() == (0, 0)
-    by_hand(engine, a_request(a_prompt(PROMPT, 3), 1, ticket=last.ticket))
 
 
 def test_a_prompt_is_handed_over_through_a_storage_only(make: Make) -> None:

@@ -83,13 +83,9 @@ def with_tensor(name: str, dtype: torch.dtype) -> Break:
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("aqlm", {"quantization_config": {"quant_method": "aqlm", "nbits_per_codebook": 16}}),
-    ("hqq", {"quantization_config": {"quant_method": "hqq"}}),
-    ("bitsandbytes", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}),
     ("unheard-of", {"quantization_config": {"quant_method": "unheard-of"}}),
     ("NVFP4_AWQ", {"quantization_config": {"quant_algo": "NVFP4_AWQ"}}),
-    ("unknown", {"quantization_config": {"bits": 3}}),
     ("unknown", {"quantization_config": {}}),
-    ("quark", {"text_config": {"model_type": "qwen3", "quantization_config": {"quant_method": "quark"}}}),
     ("vptq", {"a": {"b": {"compression_config": {"quant_method": "vptq"}}}}),
 ]
 
@@ -109,10 +105,8 @@ def test_quantized_weights_of_other_formats_are_refused_by_their_config(
     ("name", "dtype"),
     [
         ("model.layers.0.self_attn.q_proj.weight", torch.float8_e4m3fn),
-        ("model.layers.0.mlp.up_proj.weight", torch.float8_e5m2),
         ("model.layers.0.mlp.experts.gate_up_proj_blocks", torch.uint8),
         ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.float32),
-        ("model.layers.0.mlp.up_proj.qweight", torch.int32),
         ("model.layers.0.mlp.up_proj.weight", torch.int8),
     ],
 )
@@ -188,7 +182,6 @@ BROKEN: list[tuple[str, Break, str]] = [
     ("tiktoken", renamed("tokenizer.json", "tiktoken.model"), "TikTokenConverter"),
     ("no-weights", lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
     ("a-folder", lambda folder: (a_file(folder).unlink(), a_file(folder).mkdir())[1], "model.safetensors: not a file"),
-    ("empty", lambda folder: append(folder, b"", anew=True), "model.safetensors: truncated"),
     ("torn", lambda folder: a_file(folder).write_bytes(a_file(folder).read_bytes()[:-1]) and None, "truncated"),
     ("no-header", lambda folder: append(folder, struct.pack("<Q", 4) + bytes(100), True), "not a safetensors file"),
     ("huge-header", huge_header, "not a safetensors file: Error while deserializing header: header too large"),
@@ -224,14 +217,9 @@ def test_weights_in_shards_are_served(folder: Path) -> None:
     "changed",
     [
         {"num_attention_heads": 7, "head_dim": None},
-        {"hidden_size": 33},
         {"num_hidden_layers": -3},
-        {"vocab_size": -5},
         {"hidden_act": "unheard-of"},
-        {"rope_parameters": {"rope_type": "unheard-of", "rope_theta": 1e4}},
         {"dtype": "int8"},
-        {"dtype": "float99"},
-        {"num_key_value_heads": 3},
         {"layer_types": ["full_attention", "unheard_of"]},
         {"max_position_embeddings": "many"},
     ],

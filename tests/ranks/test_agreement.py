@@ -27,11 +27,6 @@ from kvarve.worker import Change, UnderWay
 PROGRAM, RANKS = Path(__file__).with_name("one_rank.py"), 2
 
 
-def test_a_rank_alone_hears_what_ended_as_it_ended() -> None:
-    ends = [Ended(3, 1), Ended(1, 0, 1), Ended(2, 5)]
-    assert Alone().agree(iter(ends), 12.5) == AgreedStep(ends, 12.5)
-
-
 def test_two_caches_in_two_processes_find_the_same_boundaries(tmp_path: Path) -> None:
     words = [str(RANKS), str(tmp_path / "meeting")]
     started = [

@@ -10,7 +10,7 @@ import pytest
 
 from kvarve.core.effects import Began, Ended, Event, Refusal, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal
-from kvarve.ranks.group import BEGUN_S, FAILED, STUCK, Group
+from kvarve.ranks.group import BEGUN_S, Group
 from kvarve.ranks.star import FRAME, Dead, GroupEnded, Late, Link, Star
 
 TURNS = 10_000  # of which a few are needed, more on a machine that is slow to pass on what a rank sends
@@ -189,17 +189,6 @@ def test_what_a_rank_said_unasked_in_the_last_turn_of_a_group_is_not_for_the_nex
     assert three.turn(r0=ended, r1=ended, r2=ended).events == [Ended(7, 2)] and three.turn().up
 
 
-def test_a_rank_whose_copies_go_on_while_it_is_stuck_is_named(impatient: Ranks) -> None:
-    def stuck(rank: int, group: Group) -> AgreedStep:
-        if rank == 1:
-            group.happened(Ended(7, 1))
-            return AgreedStep([], 0.0)
-        return _failed(group, "the sum took too long", stuck=True)
-
-    _, *others = sorted(map(str, impatient.each(stuck)))
-    assert all("rank 1: it is late" in each for each in others), others
-
-
 def test_a_lane_waits_for_no_rank_that_is_gone_or_reads_nothing(three: Ranks) -> None:
     pages = (1 << 900) - 1
     for op in range(400):  # more than a socket holds
@@ -215,22 +204,6 @@ def test_a_lane_waits_for_no_rank_that_is_gone_or_reads_nothing(three: Ranks) ->
     assert three.groups[0].wait(0.0, never)
     found = ends(three.each(lambda _, group: group.agree([], 0.0), but=0))
     assert all("rank 0: it is dead" in each for each in found), found
-
-
-@pytest.mark.parametrize("last_word", ["no memory", ""])
-def test_of_two_ranks_that_say_more_than_a_report_both_are_heard(impatient: Ranks, last_word: str) -> None:
-    """Rank 1 has waited in vain; what rank 2 says, or that it says anything, came before that is read."""
-    impatient.stars[1].links[0].send(bytes([STUCK]) + b"the sum took too long")
-    if last_word:
-        impatient.stars[2].links[0].send(bytes([FAILED]) + last_word.encode())
-    with ThreadPoolExecutor(1) as pool:
-        other = None if last_word else pool.submit(impatient.groups[2].agree, [], 0.0)
-        while len(impatient.stars[0].ready(SHORT_S)) < 2:
-            pass  # until both can be read
-        with pytest.raises(GroupEnded) as found:
-            impatient.groups[0].agree([], 0.0)
-        assert other is None or isinstance(other.exception(LONG_S), GroupEnded)
-    assert str(found.value) == (f"rank 2: {last_word}" if last_word else "rank 1: the sum took too long")
 
 
 def test_nothing_is_sent_or_read_after_a_part_of_a_frame() -> None:

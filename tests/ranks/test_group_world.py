@@ -117,11 +117,3 @@ def test_a_rank_at_fault_ends_all_in_time_by_its_name(seed: int, fault: str) -> 
     assert all(heard[:shortest] == life.heard[0][:shortest] for heard in life.heard), (
         "what was agreed was agreed by all"
     )
-
-
-def test_a_life_is_the_same_again_from_its_seed() -> None:
-    def told(seed: int) -> tuple[object, ...]:
-        life = Life(seed, "is late")
-        return [*map(str, life.play())], life.heard, life.ended_s
-
-    assert told(7) == told(7) != told(8)
