@@ -21,20 +21,31 @@ from kvarve.testing.models import FAMILIES, byte_tokenizer, tiny_grid, tiny_mode
 
 # One of each kind of state in every run of the tests, and all of them in the long form.
 OF_EACH_KIND = ("qwen3_5", "gpt_oss_wide", "deepseek_v32", "deepseek_v4", "jamba", "minimax")
-every_family = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.long) for name in FAMILIES]
+
+
+def every_family(test: Any) -> Any:
+    names = [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.long) for name in FAMILIES]
+    return pytest.mark.usefixtures("kinds")(pytest.mark.parametrize("family", names)(test))
+
+
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=["float32", "bfloat16"]
 )
 
 PAGE, CHUNK = 16, 64
-PROMPT = 5 * CHUNK + 23
-GRID_FLOOR = 5 * CHUNK
-DECODED = 6
+PROMPT = 2 * CHUNK + 23
+GRID_FLOOR = 2 * CHUNK
+DECODED = 3
 LONG_S = 60.0
 MIB = 1 << 20
 
 
-@cached
 def a_model(family: str = "qwen3_5", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return _made(family, dtype)
+
+
+@cached
+def _made(family: str, dtype: torch.dtype) -> LoadedModel:
     model = tiny_model(family, dtype)
     page, chunk = tiny_grid(family)
     layout = StateLayout.of(model, page, chunk)
@@ -117,10 +128,10 @@ def turns(engine: Engine, until: Callable[[], bool], at_most: int = 2000) -> int
     """Turn a stopped engine by hand until something holds; how many turns that took."""
     for turn in range(at_most):
         if until():
+            engine.cache.audit()
             return turn
         if not engine._turn():
             engine.cache.wait(0.02)
-        engine.cache.audit()
     raise AssertionError(f"not within {at_most} turns")
 
 

@@ -4,15 +4,7 @@ import pytest
 import torch
 from recorder import Recorder, pieces_of, say, scripted
 
-from engines import (
-    Make,
-    a_model,
-    a_prompt,
-    a_request,
-    by_hand,
-    room_for,
-    turns,
-)
+from engines import PAGE, Make, a_model, a_prompt, a_request, by_hand, room_for, turns
 from kvarve.engine.requests import Finish, Request, TokenUsage
 
 # --- the text of an answer
@@ -24,14 +16,6 @@ def test_an_answer_ends_at_the_end_token_which_is_no_text(make: Make, recorder: 
     assert pieces[-1].finish is Finish.STOP
     assert pieces[-1].tokens == (256,)
     assert pieces[-1].usage == TokenUsage(5, 6, 0, 0, 0)
-
-
-def test_the_end_token_can_be_ignored(make: Make, recorder: Recorder) -> None:
-    h, i = a_model().tokenizer.encode("hi")
-    say(recorder, [h, 256, i, 256])
-    engine = make(start=False)
-    ((text, tokens, last),) = by_hand(engine, a_request(a_prompt(5), 4))
-    assert (text, tokens, last.finish) == ("hi", [h, 256, i, 256], Finish.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -64,17 +48,6 @@ def test_what_could_become_a_stop_text_is_held_back_until_it_cannot(make: Make, 
     assert [piece.text for piece in pieces] == ["a", "", "", "ENx", "", "", ""]
 
 
-def test_an_answer_cut_off_by_its_length_says_what_was_held_back(make: Make, recorder: Recorder) -> None:
-    pieces = scripted(make, recorder, "aEN", ("END",), most=3)
-    assert "".join(piece.text for piece in pieces) == "aEN"
-    assert pieces[-1].finish is Finish.LENGTH
-
-
-def test_a_character_is_delivered_when_it_is_whole(make: Make, recorder: Recorder) -> None:
-    pieces = scripted(make, recorder, "é😀!", ())
-    assert [piece.text for piece in pieces] == ["", "é", "", "", "", "😀", "!", ""]
-
-
 def test_a_seed_repeats_an_answer_whichever_other_requests_run(make: Make) -> None:
     engine = make(start=False)
 
@@ -85,13 +58,6 @@ def test_a_seed_repeats_an_answer_whichever_other_requests_run(make: Make) -> No
     answers = [tokens for _, tokens, _ in by_hand(engine, ask(2), ask(None), ask(1), ask(3), ask(1))]
     assert answers[2] == answers[4] == first
     assert len({tuple(tokens) for tokens in (answers[0], answers[3], first)}) == 3
-
-
-def test_a_small_top_p_leaves_only_the_likeliest_token(make: Make) -> None:
-    engine = make(start=False)
-    ((_, greedy, _),) = by_hand(engine, a_request(a_prompt(30), 8))
-    ((_, found, _),) = by_hand(engine, a_request(a_prompt(30), 8, temperature=2.0, top_p=1e-6, seed=5))
-    assert found == greedy
 
 
 @pytest.mark.parametrize(("least", "expected"), [(0, "a "), (2, "a "), (3, "a END b "), (4, "a END b "), (13, None)])
@@ -115,16 +81,15 @@ def test_the_next_best_token_replaces_an_end_token_within_min_tokens(make: Make,
 
 
 def test_penalties_count_prompt_and_answer_even_after_a_preemption(make: Make) -> None:
-    wide, narrow = make(start=False), make(start=False, device=room_for(a_model(), 200))
+    wide, narrow = make(start=False), make(start=False, device=room_for(a_model(), 5 * PAGE))
 
     def ask(seed: int) -> Request:
-        return a_request(a_prompt(30, seed), 60, repetition_penalty=100.0, frequency_penalty=2.0)
+        return a_request(a_prompt(30, seed), 7 + seed, repetition_penalty=100.0, frequency_penalty=2.0)
 
-    expected = [by_hand(wide, ask(seed))[0][1] for seed in range(5)]
+    expected = [by_hand(wide, ask(seed))[0][1] for seed in range(3)]
     for seed, tokens in enumerate(expected):
-        assert len({*tokens}) == 60
-        assert not {*tokens} & {*a_prompt(30, seed)}
-    found = by_hand(narrow, *map(ask, range(5)))
+        assert len({*tokens} - {*a_prompt(30, seed)}) == 7 + seed
+    found = by_hand(narrow, *map(ask, range(3)))
     assert narrow.counts.preempted > 0
     assert [tokens for _, tokens, _ in found] == expected
 

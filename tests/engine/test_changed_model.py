@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from adapters import adapt, adapted
 
-from engines import CHUNK, a_model, a_prompt, a_request, by_hand
+from engines import CHUNK, GRID_FLOOR, a_model, a_prompt, a_request, by_hand
 from kvarve.engine.engine import Engine
 from kvarve.engine.identity import Marks, identity_of
 from kvarve.engine.model import LoadedModel
@@ -41,7 +41,7 @@ def test_a_request_after_another_adapter_was_switched_on_ends_with_an_error_and_
     by_hand(engine, a_request(fresh))
     switch(engine, "poet")
     ((_, again, last),) = by_hand(engine, a_request())
-    assert again == poem and cached(last) == 5 * CHUNK
+    assert again == poem and cached(last) == GRID_FLOOR
     ((_, _, last),) = by_hand(engine, a_request(fresh))
     assert cached(last) == 0, "no page of the refused prompt is kept"
 
@@ -50,15 +50,15 @@ def test_what_was_computed_as_the_adapter_was_switched_is_not_kept(make: Callabl
     engine = make(a_model_with_adapters(), start=False)
     chunks = []
 
-    def at_the_third(*_: object) -> None:
+    def at_the_second(*_: object) -> None:
         chunks.append(0)
-        if len(chunks) == 3:
+        if len(chunks) == 2:
             switch(engine, "lawyer")
 
-    hook = engine.model.model.model.norm.register_forward_hook(at_the_third)
+    hook = engine.model.model.model.norm.register_forward_hook(at_the_second)
     ((_, _, last),) = by_hand(engine, a_request())
     hook.remove()
     assert last.finish is Finish.ERROR and "adapters" in last.error
     switch(engine, "poet")
     ((_, _, last),) = by_hand(engine, a_request())
-    assert cached(last) == 2 * CHUNK
+    assert cached(last) == CHUNK

@@ -4,30 +4,12 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from recorder import Recorder
-from torch import Tensor
 
-from engines import (
-    DECODED,
-    GRID_FLOOR,
-    LONG_S,
-    PROMPT,
-    Make,
-    a_prompt,
-    a_request,
-    alone,
-    by_hand,
-    turns,
-)
-from kvarve.engine import turns as turns_module
-from kvarve.engine.paging import PagedWorkspace
-from kvarve.engine.requests import Finish, OutputChunk, Request, Sampling
-from kvarve.engine.state import StateLayout, Workspace
+from engines import DECODED, GRID_FLOOR, LONG_S, PROMPT, Make, a_prompt, a_request, alone, by_hand, turns
+from kvarve.engine.requests import Finish, OutputChunk, Request
 from kvarve.errors import Busy, ConfigError
-from kvarve.testing.models import VOCAB
 
 
 def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> None:
@@ -54,121 +36,6 @@ def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> N
     assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))
     ((_, tokens, _),) = by_hand(engine, a_request(a_prompt(PROMPT, 3)))
     assert tokens == alone("qwen3_5", PROMPT, 3, DECODED)
-
-
-def test_aborting_what_is_over_or_never_came_is_nothing(make: Make) -> None:
-    engine = make(start=False)
-    request = a_request(a_prompt(5), 1)
-    by_hand(engine, request)
-    engine.abort(request)
-    engine.abort(a_request())
-    engine._turn()
-    assert request.outputs.empty()
-    assert engine.counts.finished == 1
-
-
-@pytest.mark.parametrize("when", ["prompt", "answer"])
-def test_a_request_that_fails_harms_no_other(when: str, make: Make, recorder: Recorder) -> None:
-    poison = 299
-
-    def fail(workspace: Workspace, ids: Tensor) -> None:
-        if when == "prompt" and bool((ids == poison).any()):
-            raise RuntimeError("out of memory")
-        if when == "answer" and ids.shape[1] == 1 and workspace.max_tokens == 77 + 9:
-            raise RuntimeError("out of memory")
-
-    recorder.before = fail
-    engine = make(start=False)
-    bad = a_request([*a_prompt(76), poison], 9)
-    good = [a_request(a_prompt(PROMPT, seed)) for seed in (1, 2)]
-    (_, _, failed), *answers = by_hand(engine, bad, *good)
-    assert failed.finish is Finish.ERROR
-    assert failed.error == "RuntimeError: out of memory"
-    for (_, tokens, last), seed in zip(answers, (1, 2), strict=True):
-        assert last.finish is Finish.LENGTH
-        assert tokens == alone("qwen3_5", PROMPT, seed, DECODED)
-    assert engine.counts.failed == 1
-    assert not engine.cache.scheduler.core.leases
-    assert not engine.broken
-
-
-def test_a_request_whose_state_finds_no_memory_harms_no_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small(PagedWorkspace):
-        def __init__(self, layout: StateLayout, max_tokens: int, *args: Any) -> None:
-            if max_tokens > 500:
-                raise RuntimeError("out of memory")
-            super().__init__(layout, max_tokens, *args)
-
-    monkeypatch.setattr(turns_module, "PagedWorkspace", Small)
-    engine = make(start=False)
-    large, small = by_hand(engine, a_request(a_prompt(600)), a_request(a_prompt(PROMPT, 1)))
-    assert (large[2].finish, large[2].error) == (Finish.ERROR, "RuntimeError: out of memory")
-    assert small[1] == alone("qwen3_5", PROMPT, 1, DECODED)
-    assert not engine.cache.scheduler.core.leases
-
-
-def test_a_listener_that_fails_harms_no_other(make: Make) -> None:
-    """A client that has gone: its event loop is closed, say."""
-
-    def deliver(piece: OutputChunk) -> None:
-        raise RuntimeError("the event loop is closed")
-
-    engine = make(start=False)
-    engine.submit(a_request(a_prompt(10), deliver=deliver))
-    engine.submit(other := a_request(a_prompt(PROMPT, 1)))
-    turns(engine, lambda: engine.counts.finished == 2)
-    assert other.result(0.1)[1] == alone("qwen3_5", PROMPT, 1, DECODED)
-    assert not engine.cache.scheduler.core.leases
-
-
-@pytest.mark.parametrize("leases_close", [True, False])
-def test_when_the_engine_dies_every_request_gets_its_last_output(
-    leases_close: bool, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, steps = make(start=False, max_running=2), iter(range(1000))
-    step = engine.cache.step
-
-    def stuck(lease: object) -> None:
-        raise AssertionError("another bug")
-
-    def broken(say: Callable[[], bytes]) -> bytes:
-        if next(steps) == 4:
-            raise AssertionError("a bug")
-        return step(say)
-
-    monkeypatch.setattr(engine.cache, "step", broken)
-    if not leases_close:
-        monkeypatch.setattr(engine.cache, "close", stuck)
-        monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    requests = [engine.submit(a_request(a_prompt(PROMPT, seed), 50)) for seed in range(4)]
-    engine.start()
-    engine._thread.join(LONG_S)
-    assert not engine._thread.is_alive()
-    for request in requests:
-        *_, last = request.result(0.1)
-        assert last.finish is Finish.ERROR
-        assert last.error == "the engine has stopped: AssertionError: a bug"
-    with pytest.raises(Busy, match="AssertionError: a bug"):
-        engine.submit(a_request())
-
-
-def test_when_the_cache_cannot_open_a_request_every_request_gets_its_last_output(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(start=False)
-
-    def broken(*args: object) -> None:
-        raise AssertionError("a bug")
-
-    monkeypatch.setattr(engine.cache, "open", broken)
-    requests = [engine.submit(a_request(a_prompt(20, seed))) for seed in range(3)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "excepthook", lambda args: None)
-        engine.start()
-        engine._thread.join(LONG_S)
-    assert not engine._thread.is_alive()
-    told = [request.outputs.qsize() for request in requests]
-    assert told == [1, 1, 1], "a request waits for ever"
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -219,19 +86,6 @@ def test_a_request_that_comes_while_the_engine_stops_gets_its_last_output(
     assert told[-1] == "busy"
 
 
-def test_a_full_engine_tells_the_next_request_to_try_again(make: Make) -> None:
-    engine = make(start=False, max_running=1, max_waiting=2)
-    requests = [a_request(a_prompt(10, seed), 2) for seed in range(3)]
-    for request in requests:
-        engine.submit(request)
-    with pytest.raises(Busy, match="3 requests are being served or wait already"):
-        engine.submit(a_request())
-    turns(engine, lambda: engine.counts.finished == 1)
-    engine.submit(last := a_request(a_prompt(10, 9), 2))
-    turns(engine, lambda: engine.counts.finished == 4)
-    assert last.result(0.1)[2].finish is Finish.LENGTH
-
-
 def test_shutting_down_ends_those_that_run_and_keeps_what_they_computed(make: Make, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?capacity=1GiB"
     engine = make(storage=url, max_running=1)
@@ -261,21 +115,6 @@ def test_shutting_down_ends_those_that_run_and_keeps_what_they_computed(make: Ma
     assert last.usage.storage == GRID_FLOOR
 
 
-def test_an_engine_that_was_never_started_shuts_down(make: Make) -> None:
-    make(start=False).shutdown(5)
-
-
-def test_calls_of_other_threads_are_made_by_the_engines_thread(make: Make) -> None:
-    engine = make()
-    engine.submit(a_request()).result(LONG_S)
-    assert engine.settle(LONG_S)
-    assert engine.flush(timeout_s=LONG_S) > 0
-    assert engine.flush(timeout_s=LONG_S) == 0
-    engine.shutdown()
-    with pytest.raises(Busy):
-        engine.ask(lambda: 1, 0.01)
-
-
 def test_a_call_that_the_engine_did_not_make_in_time_is_never_made(make: Make) -> None:
     engine, done, may_go_on, begun = make(), [], threading.Event(), threading.Event()
 
@@ -290,43 +129,6 @@ def test_a_call_that_the_engine_did_not_make_in_time_is_never_made(make: Make) -
     may_go_on.set()
     engine.ask(lambda: done.append("in time"), LONG_S)
     assert done == ["in time"]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "most", "told"),
-    [
-        ([], 1, "the prompt is empty"),
-        ([1, VOCAB], 1, "outside the model's vocabulary of 300"),
-        ([-1], 1, "outside the model's vocabulary"),
-        ([1] * 1000, 25, "maximum context length is 1024 tokens"),
-    ],
-)
-def test_a_request_that_can_never_be_answered_is_refused_and_takes_no_place(
-    prompt: list[int], most: int, told: str, make: Make
-) -> None:
-    engine = make(start=False, max_running=1, max_waiting=1)
-    for _ in range(3):
-        with pytest.raises(ConfigError, match=told):
-            engine.submit(a_request(prompt, most))
-    by_hand(engine, a_request([1] * 20, 2), a_request([2] * 20, 2))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_tokens": 0},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": 101.0},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"stop": ("",)},
-    ],
-    ids=str,
-)
-def test_sampling_that_cannot_be_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Sampling(**settings)
 
 
 def test_all_of_several_are_taken_or_none(make: Make) -> None:

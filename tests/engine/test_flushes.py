@@ -56,11 +56,6 @@ def test_who_has_less_time_ends_the_flush_that_is_under_way(memory: Memory, flus
     assert memory.evicted == [MEMORY_TIERS]
 
 
-def test_no_time_is_no_wait_for_backups(memory: Memory, flushes: Flushes) -> None:
-    assert pages(flushes.begin([Tier.DEVICE], 0.0)) == 1
-    assert not memory.backups_end.is_set()
-
-
 def test_who_asks_while_pages_are_evicted_has_them_evicted_once_more(memory: Memory, flushes: Flushes) -> None:
     joined = list[Future[int]]()
 
@@ -85,14 +80,6 @@ def test_who_keeps_asking_does_not_keep_a_flush_beyond_its_time(memory: Memory, 
     first = flushes.begin(MEMORY_TIERS, 0.0)
     assert pages(first) == 1
     assert pages(joined[0]) == 1
-
-
-def test_a_flush_of_other_tiers_waits_for_none(memory: Memory, flushes: Flushes) -> None:
-    both = flushes.begin(MEMORY_TIERS, HOURS_S)
-    assert pages(flushes.begin([Tier.DEVICE], 0.0)) == 1 and memory.evicted == [(Tier.DEVICE,)]
-    assert not both.done()
-    memory.backups_end.set()
-    assert pages(both) == 1
 
 
 def test_a_long_turn_of_the_engine_is_waited_for_within_the_time_and_then_told(memory: Memory) -> None:

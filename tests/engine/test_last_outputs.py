@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines import CHUNK, LONG_S, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
+from engines import CHUNK, LONG_S, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
 from kvarve.engine import turns as turns_module
 from kvarve.engine.batch import Batch
 from kvarve.engine.engine import Engine
@@ -19,7 +19,7 @@ from kvarve.engine.turns import Call
 from kvarve.errors import Busy, ConfigError
 from kvarve.storage import MemoryStorage
 
-ASKED = [(8, 2, 70), (7, 4, 40), (5 * CHUNK + 23, 1, 30), (2 * CHUNK + 9, 3, 12), (CHUNK, 5, 20)]
+ASKED = [(8, 2, 30), (7, 4, 20), (2 * CHUNK + 23, 1, 9), (2 * CHUNK - 4, 3, 9), (CHUNK, 5, 9)]
 
 
 class Fault(RuntimeError):
@@ -44,7 +44,7 @@ def failing(
 
 def crowded(make: Make, **settings: Any) -> Engine:
     """An engine in which some requests are preempted."""
-    return make(start=False, device=room_for(a_model(), 14 * PAGE + 5 * CHUNK), max_running=4, **settings)
+    return make(start=False, device=room_for(a_model(), 4 * CHUNK), max_running=4, **settings)
 
 
 def served(engine: Engine) -> list[Request]:
@@ -64,24 +64,16 @@ def last_outputs(request: Request) -> list[Finish]:
     return found
 
 
-CACHE_CALLS = [
-    "open",
-    "claim",
-    "reserve",
-    "block_table",
-    "pages",
-    "resumed",
-    "grow",
-    "publish",
-    "extend",
-    "close",
-    "step",
-    "short",
-]
+CACHE_CALLS = ["open", "claim", "reserve", "block_table", "pages", "resumed"]
+CACHE_CALLS += ["grow", "publish", "extend", "close", "step", "short"]
 
 
 @pytest.mark.parametrize(
-    ("name", "at"), [(name, at) for name in CACHE_CALLS for at in (0, 1) if (name, at) != ("extend", 1)]
+    ("name", "at"),
+    [
+        *((name, 0) for name in CACHE_CALLS),
+        *(pytest.param(name, 1, marks=pytest.mark.long) for name in CACHE_CALLS if name != "extend"),
+    ],
 )
 def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_one_last_output(
     name: str, at: int, make: Make, monkeypatch: pytest.MonkeyPatch
@@ -142,19 +134,6 @@ def test_a_part_that_fails_ends_one_request_at_most(
     ((_, tokens, _),) = [engine.submit(a_request(a_prompt(20, 9), 3)).result(LONG_S)]
     assert tokens == alone("qwen3_5", 20, 9, 3)
     assert engine.ask(lambda: [*engine.cache.scheduler.core.leases], LONG_S) == []
-
-
-@pytest.mark.parametrize("callback", ["watch", "deliver"])
-def test_a_callback_that_fails_ends_no_other_request(callback: str, make: Make) -> None:
-    def fail(_: object) -> None:
-        raise Fault("gone")
-
-    engine = make(start=False)
-    engine.submit(a_request(a_prompt(20, 1), 5, **{callback: fail}))
-    good = engine.submit(a_request(a_prompt(20, 2), 5))
-    turns(engine, lambda: not engine._accepted)
-    assert good.result(0.1)[1] == alone("qwen3_5", 20, 2, 5)
-    assert not engine.broken
 
 
 def test_a_tokenizer_that_fails_whenever_it_is_asked_ends_each_request_and_not_the_engine(
@@ -250,24 +229,12 @@ def test_no_token_counts_that_was_in_no_piece(at: int, make: Make, monkeypatch: 
     assert last.usage.completion == len(tokens) == engine.counts.output_tokens == at
 
 
-class Closing(MemoryStorage):
-    """Remembers how many objects it had when it was closed."""
-
-    def __init__(self, *settings: Any) -> None:
-        super().__init__(*settings)
-        self.closed: list[int] = []
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed.append(self.usage().objects)
-        super().close()
-
-
 @pytest.mark.parametrize("name", ["publish", "step"])
 def test_a_broken_cache_writes_nothing_more_to_storage_and_shuts_down(
     name: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Closing(64 << 20, a_model().identity.fingerprint(), "")
+    store, closed = MemoryStorage(64 << 20, a_model().identity.fingerprint(), ""), list[int]()
+    monkeypatch.setattr(store, "close", lambda: closed.append(store.usage().objects))
     engine = make(start=False, storage=store, write_policy="write_back")
     by_hand(engine, a_request(a_prompt(5 * CHUNK), 2))
     assert engine.cache.idle() and store.usage().objects == 0
@@ -276,4 +243,4 @@ def test_a_broken_cache_writes_nothing_more_to_storage_and_shuts_down(
     engine.start()
     assert request.result(LONG_S)[2].finish is Finish.ERROR
     engine.shutdown(LONG_S)
-    assert store.closed == [0], "after a failed assertion no page in memory is stored"
+    assert {*closed} == {0}, "after a failed assertion no page in memory is stored"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import CHUNK, GRID_FLOOR, LONG_S, Make, a_model, a_prompt, a_request, every_family, turns
+from engines import CHUNK, GRID_FLOOR, LONG_S, Make, a_model, a_prompt, a_request, by_hand, every_family, turns
 from kvarve.core.reasons import Reason
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Finish, Request
@@ -72,11 +72,7 @@ def last_moment(monkeypatch: pytest.MonkeyPatch) -> Iterator[LastMoment]:
 
 
 def answered(engine: Engine, *requests: Request) -> list[list[int]]:
-    finished = engine.counts.finished
-    for request in requests:
-        engine.submit(request)
-    turns(engine, lambda: engine.counts.finished == finished + len(requests))
-    return [request.result(0.1)[1] for request in requests]
+    return [tokens for _, tokens, _ in by_hand(engine, *requests)]
 
 
 def to_the_host(engine: Engine) -> None:
@@ -85,7 +81,7 @@ def to_the_host(engine: Engine) -> None:
 
 
 @every_family
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_no_layer_reads_a_page_before_it_waited_for_it(
     family: str, deterministic: bool, make: Make, last_moment: LastMoment
 ) -> None:
@@ -103,13 +99,10 @@ def test_no_layer_reads_a_page_before_it_waited_for_it(
     assert not engine.cache.arrivals()
 
 
-@pytest.mark.parametrize("together", [1, 3])
-def test_requests_that_share_the_pages_of_a_load_wait_for_it_too(
-    together: int, make: Make, last_moment: LastMoment
-) -> None:
+def test_requests_that_share_the_pages_of_a_load_wait_for_it_too(make: Make, last_moment: LastMoment) -> None:
     """In one turn: the second resumes from pages that the first one's load still fills."""
     engine = make(start=False)
-    prompts = [a_prompt(GRID_FLOOR, 3) + a_prompt(20 + more, more) for more in range(together)]
+    prompts = [a_prompt(GRID_FLOOR, 3) + a_prompt(20 + more, more) for more in range(3)]
     cold = [answered(engine, a_request(prompt))[0] for prompt in prompts]
     to_the_host(engine)
     assert answered(engine, *map(a_request, prompts)) == cold

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,7 +20,6 @@ from kvarve.engine.model import check_model, load_model
 from kvarve.engine.packed import LAYOUTS, NVFP4, Parts, Settings, packed_modules
 from kvarve.engine.quantized import unreadable
 from kvarve.errors import KvarveError, ModelError
-from kvarve.testing.models import save_checkpoint, tiny_model
 from kvarve.testing.quantized import FORMATS, save_quantized
 
 Weights = dict[str, Tensor]
@@ -123,14 +122,6 @@ def test_the_global_scale_of_compressed_tensors_divides_and_that_of_modelopt_mul
     assert read.tolist() == [[number * 8.0 for number in numbers] + [2.0, -2.0] * 8]
 
 
-def test_a_matrix_of_more_rows_than_are_unpacked_at_once_is_read_whole() -> None:
-    inputs, outputs = 2056, 8
-    codes = torch.arange(inputs * outputs).view(inputs, outputs) * 7 % 16
-    packed = sum((codes.T.reshape(outputs, -1, 8)[..., at] << 4 * at for at in range(8)), torch.tensor(0)).T
-    parts = {"qweight": packed.to(torch.int32), "qzeros": words([0x77777777]), "scales": torch.ones(1, outputs)}
-    assert torch.equal(matrix("gptq", {"bits": 4, "group_size": -1}, **parts), codes.T.float() - 8)
-
-
 # --- folders
 
 
@@ -170,38 +161,22 @@ def change(folder: Path, **changed: Any) -> None:
 
 SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"bits": 3}, "bits 3 is not read, only 4 and 8"),
-    ("gptq", {"bits": True}, "bits True is not read"),
-    ("gptq", {"bits": "4"}, "bits '4' is not read"),
     ("gptq", {"group_size": 0}, "group_size 0 is not read"),
-    ("gptq", {"group_size": None}, "group_size None is not read"),
     ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not read, only gptq and gptq_v2"),
-    ("gptq", {"is_marlin_format": True}, "is_marlin_format True is not read"),
-    ("gptq", {"desc_act": "yes"}, "desc_act 'yes' is not read, only False and True"),
-    ("gptq", {"dynamic": {"+:.*down_proj": {"bits": 8}}}, "dynamic is not read where it gives modules settings"),
     ("awq", {"version": "gemv"}, "version 'gemv' is not read, only gemm"),
-    ("awq", {"bits": 8}, "bits 8 is not read, only 4"),
-    ("awq", {"backend": "llm-awq"}, "backend 'llm-awq' is not read, only autoawq"),
     ("awq", {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is not a list of names"),
-    (
-        "nvfp4",
-        {"transform_config": {"config_groups": {"a": {}}}},
-        "transform_config {'config_groups': {'a': {}}} is not",
-    ),
     ("nvfp4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not read, only dense weights"),
     (
         "nvfp4",
         {"config_groups": {"a": {"weights": {"num_bits": 8}}}},
         "config_groups: a: num_bits 8 is not read, only 4",
     ),
-    ("nvfp4", {"config_groups": {"a": {"weights": None}}}, "config_groups: a does not say how weights are quantized"),
-    ("nvfp4", {"config_groups": [1]}, "config_groups is not an object of objects"),
     (
         "nvfp4",
         {"format": "mixed-precision", "config_groups": {"a": {"format": NVFP4}, "b": {"format": "float-quantized"}}},
         "nvfp4-pack-quantized is read alone, not together with other formats",
     ),
     ("modelopt", {"quant_algo": "FP8"}, "quant_algo 'FP8' is not read, only nvfp4"),
-    ("modelopt", {"quant_algo": None}, "quant_algo None is not read"),
 ]
 
 
@@ -241,45 +216,28 @@ def beside(part: str) -> Callable[[Weights], None]:
 UP = "model.layers.0.mlp.up_proj"
 BROKEN: list[tuple[str, Callable[[Weights], None], str]] = [
     ("gptq", without("qzeros"), "up_proj: no qzeros, without which qweight cannot be read"),
-    ("gptq", without("g_idx"), "up_proj: no g_idx, without which"),
     ("gptq", without("qweight"), "up_proj.g_idx is there without a packed qweight"),
     ("gptq", put("qweight", lambda old: old[:-1]), "up_proj.g_idx is [64], and [56] by its qweight and the config"),
-    ("gptq", put("scales", lambda old: old[:1]), "up_proj.scales is [1, 64], and [2, 64] by its qweight"),
     ("gptq", put("scales", lambda old: old.to(torch.int8)), "up_proj.scales is I8, not F16 or BF16 or F32"),
     ("gptq", put("qweight", lambda old: old[0]), "up_proj.qweight is not a matrix: [64]"),
-    ("gptq", put("qweight", lambda old: old[:0]), "up_proj.qweight is not a matrix: [0, 64]"),
     ("gptq", put("g_idx", lambda old: old + 1), "up_proj.g_idx names groups from 1 to 2, and there are 2"),
-    ("gptq", put("g_idx", lambda old: old - 1), "up_proj.g_idx names groups from -1 to 0, and there are 2"),
     ("gptq", beside("weight"), "up_proj.weight is beside a packed qweight, and this version does not know what for"),
     (
         "gptq_v2",
         put("qzeros", lambda old: old + 1),
         "up_proj.qzeros are not all in the middle, and the config says sym",
     ),
-    ("awq", without("qzeros"), "up_proj: no qzeros, without which"),
-    ("awq", put("scales", lambda old: old[:, :-8]), "up_proj.scales is [2, 56], and [2, 64] by its qweight"),
     (
         "awq",
         put("qweight", lambda old: old[:-8]),
         "up_proj.qweight is [56, 8], whose inputs are not whole groups of 32",
     ),
     ("nvfp4", without("weight_global_scale"), "up_proj: no weight_global_scale, without which"),
-    ("nvfp4", put("weight_scale", lambda old: old.float()), "up_proj.weight_scale is F32, not F8_E4M3"),
-    ("nvfp4", put("weight_scale", lambda old: old[:, 1:]), "up_proj.weight_scale is [64, 3], and [64, 4] by its"),
-    (
-        "nvfp4",
-        put("weight_global_scale", lambda old: old * 0),
-        "up_proj.weight_global_scale is 0.0, not a number above 0",
-    ),
     (
         "nvfp4",
         put("weight_global_scale", lambda old: old.repeat(2)),
         "up_proj.weight_global_scale is [2], and [] by its",
     ),
-    ("nvfp4", beside("weight_zero_point"), "up_proj.weight_zero_point is beside a packed weight_packed"),
-    ("modelopt", without("weight_scale_2"), "up_proj: no weight_scale_2, without which"),
-    ("modelopt", beside("pre_quant_scale"), "up_proj.pre_quant_scale is beside a packed weight"),
-    ("modelopt", put("weight", lambda old: old.bfloat16()), "up_proj.weight_scale is there without a packed weight"),
     ("modelopt", put("weight_scale_2", lambda old: old * float("nan")), "weight_scale_2 is nan, not a number above 0"),
 ]
 
@@ -299,8 +257,6 @@ def test_a_truncated_or_contradictory_folder_is_refused_before_a_weight_is_dequa
     [
         ("gptq", {"desc_act": False}, "g_idx is not in order, and the config says desc_act false"),
         ("gptq", {"bits": 8}, "qzeros is [2, 8], and [1, 16] by its qweight and the config"),
-        ("gptq", {"group_size": 16}, "is [2, 8], and [4, 8] by its qweight and the config"),
-        ("awq", {"group_size": -1}, "is [2, 8], and [1, 8] by its qweight and the config"),
         ("awq", {"modules_to_not_convert": ["self_attn"]}, "qweight is packed, and the config says that it is not"),
         ("modelopt", {"ignore": ["model.layers.1*"]}, "weight is packed, and the config says that it is not"),
     ],
@@ -310,15 +266,6 @@ def test_a_config_that_contradicts_the_tensors_is_refused(
 ) -> None:
     change(folder := copy_of(format_), **changed)
     assert complaint in refusal(folder)
-
-
-@pytest.mark.parametrize("format_", ["gptq", "awq", "nvfp4", "modelopt"])
-def test_a_folder_in_which_nothing_is_packed_is_refused(tmp_path: Path, format_: str) -> None:
-    save_checkpoint(tiny_model("qwen3"), tmp_path / "plain")
-    config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    config["quantization_config"] = FORMATS[format_][3]
-    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
-    assert "it holds no packed weight" in refusal(tmp_path / "plain")
 
 
 ANYTHING = st.recursive(
@@ -351,6 +298,7 @@ OF_A_CONFIG += (
 )
 
 
+@settings(max_examples=30)
 @given(
     st.sampled_from(["gptq", "awq", "compressed-tensors", "modelopt"]),
     st.dictionaries(st.sampled_from(OF_A_CONFIG), ANYTHING),
@@ -360,6 +308,7 @@ def test_whatever_a_config_says_it_is_read_or_refused_in_one_line(method: str, s
     assert "\n" not in text and len(text) < 500
 
 
+@settings(max_examples=30)
 @given(
     st.sampled_from([*LAYOUTS]),
     st.dictionaries(
@@ -397,17 +346,6 @@ def test_symmetric_gptq_that_stores_the_middle_itself_and_says_gptq_is_read_as_i
     assert all(torch.equal(weight, before[name]) for name, weight in loaded(folder).items())
 
 
-def test_g_idx_may_be_left_out_where_groups_are_in_order(
-    made: Callable[[str], Path], copy_of: Callable[[str], Path]
-) -> None:
-    folder = copy_of("gptq_v2")
-    weights = load_file(folder / "model.safetensors")
-    kept = {name: weight for name, weight in weights.items() if not name.endswith("g_idx")}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    before = loaded(made("gptq_v2"))
-    assert all(torch.equal(weight, before[name]) for name, weight in loaded(folder).items())
-
-
 def test_one_weight_is_dequantized_at_a_time_though_transformers_reads_in_threads(
     made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,28 +363,3 @@ def test_one_weight_is_dequantized_at_a_time_though_transformers_reads_in_thread
     monkeypatch.setitem(LAYOUTS, "awq", replace(layout, matrix=alone))
     load_model(str(made("awq")))
     assert len(done) == 14
-
-
-def test_a_packed_checkpoint_in_shards_is_read_and_its_generation_config_is_heeded(
-    made: Callable[[str], Path], copy_of: Callable[[str], Path]
-) -> None:
-    folder = copy_of("awq")
-    weights, index = load_file(folder / "model.safetensors"), {}
-    (folder / "model.safetensors").unlink()
-    for number in range(3):  # a module's parts are in several
-        part = sorted(weights)[number::3]
-        save_file({name: weights[name] for name in part}, folder / f"{number}.safetensors", {"format": "pt"})
-        index |= dict.fromkeys(part, f"{number}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    model = load_model(str(folder), dtype="float32")
-    before = loaded(made("awq"))
-    assert all(torch.equal(weight, before[name]) for name, weight in model.model.state_dict().items())
-    assert {7, 9} <= model.eos_ids
-
-
-def test_a_generation_config_that_cannot_be_read_is_named(copy_of: Callable[[str], Path]) -> None:
-    folder = copy_of("awq")
-    (folder / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json: "):
-        load_model(str(folder))

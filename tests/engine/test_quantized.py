@@ -17,7 +17,6 @@ from kvarve.testing.models import tiny_model
 from kvarve.testing.quantized import FORMATS, save_quantized
 
 every_format = pytest.mark.parametrize("format_", FORMATS)
-LONG = ("int8", "int4", "gptq_v2", "nvfp4")  # what the others verify nearly as well
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -89,9 +88,8 @@ def test_pages_of_a_quantized_checkpoint_are_not_those_of_an_unquantized_one_wit
     assert plain.identity.fingerprint() != quantized_.identity.fingerprint()
 
 
-@pytest.mark.parametrize(
-    "format_", [pytest.param(each, marks=[pytest.mark.long] if each in LONG else []) for each in FORMATS]
-)
+@pytest.mark.long
+@every_format
 def test_a_quantized_folder_is_verified(folders: Path, format_: str, tmp_path: Path) -> None:
     words = ("verify", "--model", a_folder(folders, format_), "--quick", "--json", tmp_path / "out")
     code = main([*map(str, (*words, "--page-tokens", 16, "--chunk-tokens", 64))])

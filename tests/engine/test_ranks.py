@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from one_of_ranks import compare
-from one_waiting import DEADLINE_S
 
 import forks
 import gpu_nodes
@@ -22,7 +20,8 @@ from kvarve.testing.models import save_checkpoint, tiny_model
 REPLICATED = {"qwen3_5": False, "gpt_oss": False, "deepseek_v32": True}  # attention KV, by family
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_answers_of_several_ranks_are_those_without_a_cache_from_every_tier(tmp_path: Path, ranks: int) -> None:
     for family in REPLICATED:
         save_checkpoint(tiny_model(family), tmp_path / family)
@@ -37,7 +36,6 @@ def test_answers_of_several_ranks_are_those_without_a_cache_from_every_tier(tmp_
 
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-DEVICES = pytest.mark.parametrize("device", [(), pytest.param(("GPU",), marks=ON_GPU)], ids=["no device", "gpu"])
 
 
 @contextmanager
@@ -66,50 +64,43 @@ def waiting(
             node.communicate()
 
 
-@DEVICES
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_rank_whose_device_waits_for_one_that_is_gone_ends_and_names_it(gone: int, device: tuple[str, ...]) -> None:
-    with waiting(2, gone, "waits", *device) as nodes:
-        nodes[gone].kill()
-        _, said = nodes[1 - gone].communicate(timeout=120)
-        assert f"rank {1 - gone} ends: rank {gone}: it is dead" in said and nodes[1 - gone].returncode == 2, said
+FAILED = "RuntimeError: no memory is left on its device"
+ENDS: list[tuple[int, int, str, signal.Signals | None, str]] = [  # nodes, the odd one, its end, its signal, why all end
+    (2, 0, "waits", signal.SIGKILL, "rank 0: it is dead"),
+    (2, 1, "waits", signal.SIGKILL, "rank 1: it is dead"),
+    (3, 0, "waits", signal.SIGSTOP, "rank 0: it is late"),
+    (3, 2, "waits", signal.SIGSTOP, "rank 2: it is late"),
+    (2, 2, "waits", None, "no sum came in 5 s, though all ranks answer"),
+    (3, 2, "fails", None, f"rank 2: {FAILED}"),
+    (2, 1, "leaves", None, f"rank 1: {FAILED}"),
+    (2, 1, "closes", None, f"rank 1: {FAILED}"),
+]
 
 
-@DEVICES
-@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_ranks_whose_devices_wait_for_one_that_is_stopped_end_and_name_it(
-    stopped: int, device: tuple[str, ...]
+@pytest.mark.parametrize("device", [(), pytest.param(("GPU",), marks=ON_GPU)], ids=["no device", "gpu"])
+@pytest.mark.parametrize(
+    ("count", "odd", "end", "gets", "why"),
+    [ENDS[0], *(pytest.param(*each, marks=pytest.mark.long) for each in ENDS[1:])],
+    ids=["a killed rank", *(f"{each[2]}-{at}" for at, each in enumerate(ENDS[1:]))],
+)
+def test_ranks_whose_devices_wait_for_another_end_and_say_why(
+    count: int, odd: int, end: str, gets: signal.Signals | None, why: str, device: tuple[str, ...]
 ) -> None:
-    with waiting(3, stopped, "waits", *device) as nodes:
-        nodes[stopped].send_signal(signal.SIGSTOP)
-        for rank, node in enumerate(nodes):
-            if rank != stopped:
-                _, said = node.communicate(timeout=120)
-                assert f"rank {rank} ends: rank {stopped}: it is late" in said and node.returncode == 2, said
+    if device and gets is None:
+        pytest.skip("only a rank that is gone or stopped is waited for within a sum of nccl")
+    with waiting(count, odd, end, *device) as nodes:
+        if gets is not None:
+            nodes[odd].send_signal(gets)
+        # A rank that waits for others when it has failed says so itself; else the others do.
+        for rank in [odd] if end in ("leaves", "closes") else [rank for rank in range(count) if rank != odd]:
+            _, said = nodes[rank].communicate(timeout=120)
+            assert f"rank {rank} ends: {why}" in said and nodes[rank].returncode == 2, said
 
 
-def test_ranks_that_all_compute_beyond_the_deadline_end_and_say_that_all_answer() -> None:
-    with waiting(2, 2, "waits") as nodes:
-        for rank, node in enumerate(nodes):
-            _, said = node.communicate(timeout=120)
-            assert f"rank {rank} ends: no sum came in 5 s, though all ranks answer" in said and node.returncode == 2, (
-                said
-            )
-
-
-@ON_GPU
-def test_kernels_that_are_compiled_for_longer_than_the_deadline_end_no_rank() -> None:
-    with waiting(2, 2, "compile", "GPU") as nodes:
-        ended = [(node.communicate(timeout=120)[1], node.returncode) for node in nodes]
-    assert [code for _, code in ended] == [0, 0], ended
-
-
-def test_the_watch_ends_no_ranks_that_are_paused_as_a_whole() -> None:
-    with waiting(2, 2, "work") as nodes:
-        for sign in (signal.SIGSTOP, signal.SIGCONT):
-            for node in nodes:
-                node.send_signal(sign)
-            time.sleep(DEADLINE_S + 1 if sign == signal.SIGSTOP else 0)  # longer than any may be late
+@pytest.mark.long
+@pytest.mark.parametrize(("end", "device"), [("lags", ()), pytest.param("compile", ("GPU",), marks=ON_GPU)])
+def test_no_rank_ends_while_another_one_computes_or_compiles(end: str, device: tuple[str, ...]) -> None:
+    with waiting(2, 1 if end == "lags" else 2, end, *device) as nodes:
         ended = [(node.communicate(timeout=120)[1], node.returncode) for node in nodes]
     assert [code for _, code in ended] == [0, 0], ended
 
@@ -127,25 +118,3 @@ def test_a_rank_whose_messages_are_read_by_no_process_ends_all_the_same() -> Non
         assert nodes[0].wait(120) == 2
     os.close(full)
     os.close(end)
-
-
-def test_ranks_whose_devices_wait_for_one_that_has_failed_say_why_it_has() -> None:
-    with waiting(3, 2, "fails") as nodes:
-        for rank, node in enumerate(nodes[:2]):
-            _, said = node.communicate(timeout=120)
-            assert f"rank {rank} ends: rank 2: RuntimeError: no memory is left on its device" in said
-            assert node.returncode == 2
-
-
-@pytest.mark.parametrize("end", ["leaves", "closes"])
-def test_a_rank_that_has_failed_ends_though_its_device_waits_for_others_for_ever(end: str) -> None:
-    with waiting(2, 1, end) as nodes:
-        _, said = nodes[1].communicate(timeout=120)
-        assert "rank 1 ends: rank 1: RuntimeError: no memory is left on its device" in said
-        assert nodes[1].returncode == 2
-
-
-def test_no_rank_ends_while_another_one_computes() -> None:
-    with waiting(2, 1, "lags") as nodes:
-        ended = [(node.communicate(timeout=120)[1], node.returncode) for node in nodes]
-    assert [code for _, code in ended] == [0, 0], ended

@@ -7,7 +7,7 @@ import pytest
 
 from engines import Make, a_model, a_prompt, a_request, by_hand, every_family
 from kvarve.engine.engine import Engine
-from kvarve.engine.model import LoadedModel, load_model, with_rounded_hits
+from kvarve.engine.model import LoadedModel, with_rounded_hits
 from kvarve.engine.requests import Request, Sampling
 from kvarve.engine.state import StateLayout
 
@@ -64,20 +64,6 @@ def test_answers_are_those_of_an_exact_cache_as_far_as_rounding_lets_them(family
         for tokens in (300, 420, 420):
             said.append(engine.submit(a_request(a_prompt(tokens))).result(60)[1])
     assert said[:3] == said[3:]
-
-
-@pytest.mark.parametrize("name", ["full attention", "hybrid"])
-def test_a_prompt_of_4096_tokens_in_chunks_of_2048_is_cached_to_its_last_page(name: str, make: Make) -> None:
-    if name == "hybrid":
-        model = load_model("builtin:tiny-hybrid", page_tokens=64, chunk_tokens=2048)
-    else:
-        llama = a_model("llama")
-        layout = StateLayout.of(llama.model, 64, 2048)
-        identity = replace(llama.identity, page_tokens=64, chunk_tokens=2048, pools=layout.pools)
-        model = replace(llama, layout=layout, identity=identity, max_tokens=8192)
-    prompt = a_prompt(4096)
-    engine = make(with_rounded_hits(model), turn_tokens=2048, device=512 * MIB, start=False)
-    assert [cached(engine, prompt) for _ in range(2)] == [0, 4032]
 
 
 def test_rounded_pages_have_an_identity_of_their_own_whatever_the_chunks_are() -> None:

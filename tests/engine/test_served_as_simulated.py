@@ -37,11 +37,9 @@ def prompts(requests: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("eviction", ["lru", "auto"])
-@pytest.mark.parametrize(
-    ("requests", "device_mib", "host_mib"),
-    [(120, 3, 0), pytest.param(500, 5, 0, marks=pytest.mark.long), pytest.param(500, 5, 2, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("requests", "device_mib", "host_mib"), [(500, 5, 0), (500, 5, 2)])
 def test_a_server_hits_what_the_simulator_says(
     model: LoadedModel, tmp_path: Path, requests: int, device_mib: int, host_mib: int, eviction: str
 ) -> None:

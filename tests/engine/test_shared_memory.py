@@ -17,7 +17,8 @@ from pretend_gpu import PretendDriver
 PROMPTS, TOKENS = 120, 1030
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("pretend", marks=pytest.mark.long), "cuda"])
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["cpu", "pretend", "cuda"])
 def test_120_prompts_asked_twice_of_a_server_with_default_flags_are_95_percent_cached(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,19 +3,13 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from kvarve.engine import ranks as ranks_module
-from kvarve.engine.ranks import Place, check_ranks, host_and_port, started
-from kvarve.errors import ConfigError, ModelError
+from kvarve.engine.ranks import Place, started
 from kvarve.ranks.star import GroupEnded, Listener
-from kvarve.server.serve import run
-from kvarve.server.settings import Settings
 
 
 def signalled(marks: str, place: Place) -> None:
@@ -59,38 +53,3 @@ def test_no_end_waits_for_a_rank_that_does_not_hear_of_it(
         assert len(place.processes) == 1
         raise end("now")
     assert not Path(f"/proc/{child}").exists()
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_a_model_that_is_not_there_starts_no_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None
-) -> None:
-    monkeypatch.setattr("kvarve.server.serve.started", None)
-    with pytest.raises(ModelError):
-        run(Settings(model=str(tmp_path / "none"), tp=2))
-
-
-def test_ranks_of_a_machine_that_want_a_gpu_each_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module.torch, "cuda", SimpleNamespace(device_count=lambda: 2))
-    check_ranks(4, 2, 0, "host:29500", "cuda")
-    check_ranks(4, device="cuda:0")
-    with pytest.raises(ConfigError, match="4 ranks on this machine want a GPU each, and it has 2"):
-        check_ranks(4, device="cuda")
-
-
-def test_ranks_differ_in_what_is_their_own_alone(tmp_path: Path) -> None:
-    first = Settings(tp=2, storage=(f"file://{tmp_path}/one",), host="10.0.0.1", node_rank=0)
-    assert first.alike == replace(first, storage=(f"file://{tmp_path}/other",), host="10.0.0.2", node_rank=1).alike
-    for other in ({"storage": ()}, {"storage": ("redis://host",)}, {"page_tokens": 16}, {"model": "other"}):
-        assert first.alike != replace(first, **other).alike  # type: ignore[arg-type]
-
-
-def test_a_host_may_be_an_address_in_brackets() -> None:
-    assert host_and_port("[::1]:29500") == ("::1", 29500)

@@ -11,7 +11,7 @@ from engines import CHUNK, Make, a_prompt, a_request, alone, by_hand, turns
 from kvarve.core.reasons import HITS
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Request, Sampling
-from kvarve.errors import Busy, ConfigError
+from kvarve.errors import ConfigError
 from kvarve.testing.models import VOCAB
 
 
@@ -104,27 +104,3 @@ def test_of_several_samples_the_first_to_begin_says_what_was_cached_of_their_pro
     assert not told.keys() & {hit.value for hit in HITS}
     for rate, tokens in ((counts.admitted_rate, len(prompt)), (counts.cached_rate, 0)):
         assert sum(amount for _, amount in rate._ring) == tokens
-
-
-def test_a_sample_of_another_prompt_is_refused(make: Make) -> None:
-    engine, first = make(start=False), a_request([1, 2, 3], 1)
-    for odd in (
-        a_request([1, 2, 3], 1, sample_of=first.number),  # equal tokens, but not the same request's
-        a_request(first.prompt, 1, sample_of=first.number, salt="another"),
-        a_request(first.prompt, 1, sample_of=first.number + 99),
-    ):
-        with pytest.raises(ConfigError, match=r"has another prompt, or does not come before its sample"):
-            engine.submit(first, odd)
-    with pytest.raises(ConfigError, match="does not come before its sample"):
-        engine.submit(a_request(first.prompt, 1, sample_of=first.number), first)
-    assert engine.load() == (0, 0)
-
-
-def test_capacity_left_are_those_that_submit_would_take(make: Make) -> None:
-    engine = make(start=False, max_running=1, max_waiting=2)
-    for left in (3, 2, 1):
-        assert engine.capacity_left() == left
-        engine.submit(a_request([1, 2, 3], 1))
-    assert engine.capacity_left() == 0
-    with pytest.raises(Busy):
-        engine.submit(a_request([1, 2, 3], 1))

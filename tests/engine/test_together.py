@@ -3,18 +3,15 @@
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
-from kvarve.engine import tails as tails_module
+from engines import CHUNK, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
 from kvarve.engine.batch import Batch, by_length
 from kvarve.engine.engine import Engine
-from kvarve.engine.paging import PagedTape, PagedWorkspace
+from kvarve.engine.paging import PagedTape
 from kvarve.engine.requests import Finish
 from kvarve.engine.tails import Tails, tails
-from kvarve.errors import ConfigError
 
 # By how their layers treat padding: see the docstring of engine/tails.py.
 ALL_ROWS = {
@@ -43,11 +40,6 @@ def test_no_other_way_to_cut_the_rows_costs_less(lengths: list[int], spare: int)
         assert cost(groups, lengths, spare) <= cost(other, lengths, spare)
 
 
-def test_the_groups_stay_the_same_while_all_rows_grow() -> None:
-    lengths = [20, 31, 47, 90, 800, 6000]
-    assert by_length(lengths, 300) == by_length([length + 500 for length in lengths], 300) == [[0, 1, 2, 3], [4], [5]]
-
-
 def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_in_every_turn(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,26 +52,26 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
         return real(self, model, tokens)
 
     monkeypatch.setattr(Batch, "forward", forward)
-    asked = [(20, 1), (33, 2), (61, 3), (700, 4)]
-    requests = [engine.submit(a_request(a_prompt(tokens, seed), 30)) for tokens, seed in asked]
+    asked = [(20, 1), (33, 2), (61, 3), (330, 4)]
+    requests = [engine.submit(a_request(a_prompt(tokens, seed), 12)) for tokens, seed in asked]
     turns(engine, lambda: sum(not job.prefilling for job in engine.scheduler.running) == 4)
     columns.clear()
     before = [len(job.output_ids) for job in engine._jobs.values()]
-    for _ in range(8):
+    for _ in range(4):
         engine._turn()
-    assert [len(job.output_ids) for job in engine._jobs.values()] == [said + 8 for said in before]
+    assert [len(job.output_ids) for job in engine._jobs.values()] == [said + 4 for said in before]
     assert all(len(lengths) == 3 and max(lengths) < 100 for lengths in columns)
-    assert len(columns) == 8
+    assert len(columns) == 4
     turns(engine, lambda: not engine._accepted)
     for request, (tokens, seed) in zip(requests, asked, strict=True):
-        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 30)
+        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 12)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "bamba"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("bamba", marks=pytest.mark.long)])
 def test_the_last_row_of_a_batch_keeps_its_own_state_and_no_other(family: str, make: Make) -> None:
     engine = make(a_model(family), start=False)
-    requests = [engine.submit(a_request(a_prompt(30 + seed, seed), 40)) for seed in range(6)]
-    turns(engine, lambda: len(engine._batches) == 1 and len(next(iter(engine._batches))) == 6)
+    requests = [engine.submit(a_request(a_prompt(30 + seed, seed), 12)) for seed in range(4)]
+    turns(engine, lambda: len(engine._batches) == 1 and len(next(iter(engine._batches))) == 4)
     for request in requests[1:]:
         engine.abort(request)
     turns(engine, lambda: len(engine._accepted) == 1)
@@ -91,7 +83,7 @@ def test_the_last_row_of_a_batch_keeps_its_own_state_and_no_other(family: str, m
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in own)
     assert not engine._batches
     turns(engine, lambda: not engine._accepted)
-    assert requests[0].result(0.1)[1] == alone(family, 30, 0, 40)
+    assert requests[0].result(0.1)[1] == alone(family, 30, 0, 12)
 
 
 # --- tails of prompts
@@ -115,7 +107,7 @@ def test_rows_are_grouped_as_the_code_allows() -> None:
     assert Tails(fresh=True).groups(shapes) == [[0, 1]]
 
 
-LENGTHS = [(20, 0), (17, 1), (20, 2), (2 * CHUNK + 20, 3), (3 * CHUNK + 20, 4), (CHUNK + 31, 5), (9, 6), (2 * CHUNK, 7)]
+LENGTHS = [(20, 0), (17, 1), (CHUNK + 20, 3), (2 * CHUNK + 20, 4), (9, 6)]
 
 
 @every_family
@@ -132,55 +124,12 @@ def test_tails_of_prompts_computed_together_answer_as_each_alone(
         return real(self, *args)
 
     monkeypatch.setattr(Tails, "forward", forward)
-    by_hand(engine, *(a_request(a_prompt(tokens, seed), 1) for tokens, seed in LENGTHS if tokens > 2 * CHUNK))
-    answers = by_hand(engine, *(a_request(a_prompt(tokens, seed), 9) for tokens, seed in LENGTHS))
+    by_hand(engine, *(a_request(a_prompt(tokens, seed), 1) for tokens, seed in LENGTHS if tokens > CHUNK))
+    answers = by_hand(engine, *(a_request(a_prompt(tokens, seed), 2) for tokens, seed in LENGTHS))
     for (_, answer, last), (tokens, seed) in zip(answers, LENGTHS, strict=True):
         assert last.finish is Finish.LENGTH
-        assert answer == alone(family, tokens, seed, 9), (tokens, seed)
+        assert answer == alone(family, tokens, seed, 2), (tokens, seed)
     assert (together[0] > 1) is (family not in ONE_BY_ONE)
-
-
-def test_whole_chunks_are_computed_alone_and_nothing_else_is_published(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(start=False, turn_tokens=16 * CHUNK)
-    real, published = Tails.forward, list[int]()
-
-    def forward(self: Tails, model: Any, workspaces: list[PagedWorkspace], ids: list[list[int]]) -> Any:
-        assert all(
-            len(row) < CHUNK and workspace.tokens % CHUNK == 0 for workspace, row in zip(workspaces, ids, strict=True)
-        )
-        return real(self, model, workspaces, ids)
-
-    publish = engine.cache.publish
-    monkeypatch.setattr(Tails, "forward", forward)
-    monkeypatch.setattr(engine.cache, "publish", lambda lease, upto: (published.append(upto), publish(lease, upto)))
-    by_hand(engine, *(a_request(a_prompt(CHUNK + 20 + seed, seed), 1) for seed in range(3)))
-    assert published == [CHUNK // PAGE] * 3
-
-
-def test_a_deterministic_engine_computes_everything_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("together")
-
-    monkeypatch.setattr(Tails, "forward", never)
-    monkeypatch.setattr(Batch, "forward", never)
-    engine = make(start=False, deterministic=True)
-    by_hand(engine, *(a_request(a_prompt(20, seed), 5) for seed in range(3)))
-
-
-def test_code_that_confuses_rows_computes_ends_one_by_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = a_model("qwen3")
-    monkeypatch.setattr(tails_module, "_tried", {})
-    forward = type(model.model).forward
-
-    def confused(self: Any, **inputs: Any) -> Any:
-        if inputs["input_ids"].shape[0] > 1 and inputs["input_ids"].shape[1] > 1:
-            inputs["attention_mask"] = None
-        return forward(self, **inputs)
-
-    monkeypatch.setattr(type(model.model), "forward", confused)
-    assert tails(model.model, model.layout) == Tails()
 
 
 # --- the engine's thread does not sleep while there is something to compute
@@ -202,33 +151,3 @@ def test_a_prompt_that_waits_for_slots_lets_others_go_on(make: Make, monkeypatch
     while slow.number in engine._accepted:
         assert engine._turn()
     assert slow.result(0.1)[1] == alone("qwen3_5", 2 * CHUNK, 1, 2)
-
-
-def test_a_prompt_waits_only_a_moment_for_slots_to_keep_its_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(start=False, write_policy="write_back")
-    monkeypatch.setattr(engine.cache, "short", lambda lease, upto: True)
-    monkeypatch.setattr("kvarve.engine.turns.GROW_WAIT_S", 0.0)
-    ((_, tokens, _),) = by_hand(engine, a_request(a_prompt(2 * CHUNK, 1), 2))
-    assert tokens == alone("qwen3_5", 2 * CHUNK, 1, 2)
-
-
-def test_a_long_prompt_is_packed_on_the_thread_that_submits_it_and_once_for_all_its_answers(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, packed = make(start=False), list[int]()
-    real = engine.cache.prompt
-    monkeypatch.setattr(engine.cache, "prompt", lambda ids, salt: (packed.append(len(ids)), real(ids, salt))[1])
-    prompt = a_prompt(200)
-    requests = [a_request(prompt, 3, temperature=1.0, seed=seed) for seed in range(4)]
-    engine.submit(*requests)
-    assert packed == [200]
-    turns(engine, lambda: not engine._accepted)
-    assert packed == [200]
-    with pytest.raises(ConfigError, match="outside the model's vocabulary"):
-        engine.check([*prompt, 999], *(request.sampling for request in requests))
-
-
-def test_the_try_takes_no_page_of_the_cache(make: Make) -> None:
-    engine = make(start=False, device=8 * MIB)
-    assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))
-    assert torch.is_grad_enabled()

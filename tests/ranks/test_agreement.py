@@ -1,7 +1,6 @@
 """Ranks that serve the same requests stay one cache, whatever happens on one of them."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 from filling import Clock, Request, a_config, a_store, an_identity, prompt, run, settle
-from one_rank import NEVER, OPS, STEPS, begins_of, clock_of, ends_of
 
 import forks
 from gates import LONG_S
@@ -23,75 +21,27 @@ from kvarve.errors import StorageError
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.agreement import AgreedStep, Alone, Proposal, Votes, granted
 from kvarve.storage import Breaker
+from kvarve.testing import FaultyStorage
 from kvarve.worker import Change, UnderWay
 
-HERE = Path(__file__).parent
+PROGRAM, RANKS = Path(__file__).with_name("one_rank.py"), 2
 
 
-def processes(what: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """The output of each rank of a group of real processes."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def test_two_caches_in_two_processes_find_the_same_boundaries(tmp_path: Path) -> None:
+    words = [str(RANKS), str(tmp_path / "meeting")]
     started = [
-        forks.Popen(
-            [sys.executable, str(HERE / "one_rank.py"), what, str(rank), str(ranks), str(folder / "meeting")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
+        forks.Popen([sys.executable, str(PROGRAM), str(rank), *words], stdout=subprocess.PIPE, text=True)
+        for rank in range(RANKS)
     ]
     try:
-        answers = [process.communicate(timeout=120) for process in started]
+        answers = [process.communicate(timeout=120)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    for process, (_, errors) in zip(started, answers, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(out.splitlines()[-1]) for out, _ in answers]
-
-
-def expected(ranks: int) -> list[list[Any]]:
-    """By the definition: an op begins and ends when it has everywhere, good if good on all, bad if bad on any."""
-    by_rank = [{end.op: (step, end) for step, end in ends_of(rank)} for rank in range(ranks)]
-    steps: list[list[Any]] = [[clock_of(0, step), []] for step in range(STEPS)]
-    for op in range(OPS):
-        ends = [by_op[op] for by_op in by_rank]
-        last = max(step for step, _ in ends)
-        begun = max(begins_of(rank).get(op, ends[rank][0]) for rank in range(ranks))
-        if begun < last:
-            steps[begun][1].append([op])
-    for op in range(OPS):
-        ends = [by_op[op] for by_op in by_rank]
-        last = max(step for step, _ in ends)
-        if last < NEVER:
-            bad = 0
-            for _, end in ends:
-                bad |= end.bad
-            good = ends[0][1].good
-            for _, end in ends[1:]:
-                good &= end.good
-            steps[last][1].append([op, hex(good & ~bad), hex(bad)])
-    return steps
-
-
-def test_a_rank_alone_hears_what_ended_as_it_ended() -> None:
-    ends = [Ended(3, 1), Ended(1, 0, 1), Ended(2, 5)]
-    assert Alone().agree(iter(ends), 12.5) == AgreedStep(ends, 12.5)
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes("agreement,caches,stalls", 2, tmp_path_factory.mktemp("two"))
-
-
-def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(
-    two_processes: list[dict[str, Any]],
-) -> None:
-    first, second = two_processes
-    assert first["agreement"] == second["agreement"] == expected(2)
-    assert first["caches"] == second["caches"]
-    *found, counters, nothing_left = first["caches"]
+    assert [process.returncode for process in started] == [0] * RANKS
+    first, second = (json.loads(out.splitlines()[-1]) for out in answers)
+    assert first == second
+    *found, counters, nothing_left = first
     assert nothing_left
     cold, flushed, warm = found[:5], found[5], found[6:]
     assert [boundary for boundary, *_ in cold] == [0, 0, 0, 6, 0], "the fourth begins as the second"
@@ -104,60 +54,6 @@ def test_two_processes_agree_and_two_caches_in_them_find_the_same_boundaries(
     assert [boundary for boundary, *_ in warm[10:]] == [8, 8, 10, 10, 12]
     assert sum(storage for *_, storage in warm) > 0
     assert counters["bad_storage"] > 0
-
-
-def test_three_processes_agree_on_what_has_ended_and_when_and_do_not_outrun_a_stalled_one(tmp_path: Path) -> None:
-    answers = processes("agreement,stalls", 3, tmp_path)
-    assert [answer["agreement"] for answer in answers] == [expected(3)] * 3
-    all_open_on_what_the_stalled_rank_has(answers)
-
-
-def test_all_ranks_open_on_the_shorter_hit_of_one_whose_storage_stalls(two_processes: list[dict[str, Any]]) -> None:
-    all_open_on_what_the_stalled_rank_has(two_processes)
-
-
-def all_open_on_what_the_stalled_rank_has(answers: list[dict[str, Any]]) -> None:
-    """The storages of all other ranks have served their part of the prompt by then."""
-    first, *others = [answer["stalls"] for answer in answers]
-    assert others == [first] * len(others), "their digests too"
-    assert len(first) == 2 * len(answers), "on each rank in turn, a probe and a read"
-    for case in first:
-        assert case["before"] == [4, 0, 0, 4], "half of the prompt was brought to memory"
-        assert all(case["waited"]), "a request waits for the slowest rank"
-        assert case["opened"], "all lost their patience in one step"
-        assert case["boundary"] == 4
-        assert case["after"] == [8, 0, 0, 8], "the storage of all ranks has the rest"
-        assert case["nothing_left"]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_change_their_storage_in_the_same_step_or_not_at_all(tmp_path: Path, ranks: int) -> None:
-    answers = [answer["changes"] for answer in processes("changes", ranks, tmp_path)]
-    assert all(answer["alike"] == answers[0]["alike"] for answer in answers)
-    steps = 2 * ranks + 1
-    cold, *alike = answers[0]["alike"]
-    assert cold == [0, 0, 0, 0]
-    # In the step in which the last of them asked, and not before.
-    assert alike[:steps] == [[None, False]] * (steps - 3) + [[0, True]] * 3
-    alike = alike[steps:]
-    assert alike.pop(0) == [8, 0, 0, 8]
-    assert alike[: 3 * steps] == [[0, True]] * (3 * steps), "declined, not the same, and not asked of all"
-    alike = alike[3 * steps :]
-    assert alike.pop(0) == [8, 8, 0, 0]
-    assert alike[:steps] == [[0, True]] * (steps - 3) + [[2, True]] * 3
-    alike = alike[steps:]
-    assert alike.pop(0) == [8, 0, 0, 8]
-    assert alike.pop() is True, "something is left"
-    assert alike[-steps:] == [[2, True]] * (steps - 3) + [[None, False]] * 3
-    *while_it_fell, down, up_again = alike[:-steps]
-    assert while_it_fell
-    assert down == [8, 8, 0, 0], "memory has it"
-    assert up_again == [8, 0, 0, 8]
-    for rank, answer in enumerate(answers):
-        made, declined, differs, alone, replaced, detached = answer["own"]
-        assert (made, replaced, detached) == ("NoneType",) * 3
-        assert declined == differs == "StorageError"
-        assert alone == ("nothing asked" if rank else "Busy")
 
 
 @pytest.mark.parametrize(
@@ -183,13 +79,13 @@ def test_a_change_is_made_if_all_ranks_propose_it_and_are_ready(
 class BesideAnother(Alone):
     """The agreement of a rank with another one, which says what a test has it say."""
 
-    ranks = 2
+    ranks, up, later_s = 2, True, 0.0
     other: Proposal | None = None
 
     def agree(
         self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None, **_: object
     ) -> AgreedStep:
-        return AgreedStep([*ended], now, up, granted([proposal, self.other]))
+        return AgreedStep([*ended], now + self.later_s, self.up, granted([proposal, self.other]))
 
 
 class Awaited(Future[Any]):
@@ -265,81 +161,34 @@ def test_waking_a_cache_ends_the_sleep_of_its_agreement() -> None:
     cache.shutdown(5)
 
 
-class Meeting:
-    """The agreement of ranks that are threads: each step is one on all of them, at the first one's time."""
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=30)
-        self._said: dict[int, float] = {}
-        self.ranks = ranks
-
-    def of(self, rank: int) -> "AtMeeting":
-        return AtMeeting(self, rank)
-
-    def agree(self, rank: int, now: float) -> AgreedStep:
-        self._said[rank] = now
-        self._barrier.wait()
-        now = self._said[0]
-        self._barrier.wait()
-        return AgreedStep([], now)
-
-
-class AtMeeting(Alone):
-    ranks = 2
-
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self._rank, self.steps = meeting, rank, 0
-
-    def agree(
-        self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None, **_: object
-    ) -> AgreedStep:
-        self.steps += 1
-        return self._meeting.agree(self._rank, now)
-
-
-def side_by_side(what: Callable[[int], None], ranks: int = 2) -> list[BaseException]:
-    """Call something on every rank at once; the exceptions."""
-    raised: list[BaseException] = []
-
-    def guarded(rank: int) -> None:
-        try:
-            what(rank)
-        except Exception as e:  # noqa: BLE001  it is the answer
-            raised.append(e)
-
-    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return raised
-
-
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int) -> None:
-    """Clocks of two machines have nothing to do with each other."""
+def a_stalled_store() -> FaultyStorage:
+    """It has the prompt, and answers nothing more."""
     store = a_store()
     filling = PrefixCache(an_identity(), a_config(), storage=store)
     run(filling, prompt(8.5))
     settle(filling)
     filling.shutdown()
     store.stall()
+    return store
 
-    class Agreed(Alone):
-        ranks = 1
 
-        def agree(
-            self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None, **_: object
-        ) -> AgreedStep:
-            return AgreedStep([*ended], now + 5000)
-
-    cache = PrefixCache(an_identity(), a_config(), storage=store, agreement=Agreed(), clock=Clock())
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_request_loses_patience_in_the_step_in_which_the_ranks_agree_that_it_is_time(steps_before: int) -> None:
+    """Clocks of two machines have nothing to do with each other; the own one stands still."""
+    store, agreed = a_stalled_store(), BesideAnother()
+    agreed.later_s = 5000.0
+    cache = PrefixCache(an_identity(), a_config(), storage=store, agreement=agreed, clock=Clock())
     for _ in range(steps_before):
         cache.step()
     request = Request(cache, prompt(8.5))
     cache.step()
     try:
         assert not cache.claim(request.lease), "it gave up at once, on this rank only"
+        cache.step()
+        assert not request.lease.ready
+        agreed.later_s = 10_000.0
+        cache.step()
+        assert request.lease.ready, "its patience has ended in this very step"
     finally:
         request.close()
         store.release()
@@ -347,13 +196,7 @@ def test_a_request_waits_by_the_time_that_the_ranks_agreed_on(steps_before: int)
 
 
 def test_a_storage_that_is_down_on_another_rank_is_not_up() -> None:
-    class Agreed(Alone):
-        ranks, up = 2, True
-
-        def agree(self, ended: Iterable[Ended], now: float, *_: object, **__: object) -> AgreedStep:
-            return AgreedStep([*ended], now, self.up)
-
-    agreed = Agreed()
+    agreed = BesideAnother()
     cache = PrefixCache(an_identity(), a_config(), storage=a_store(), agreement=agreed, clock=Clock())
     for agreed.up in (True, False, True):
         cache.step()
@@ -361,38 +204,21 @@ def test_a_storage_that_is_down_on_another_rank_is_not_up() -> None:
     cache.shutdown(5)
 
 
-def test_a_request_loses_patience_in_the_step_in_which_the_ranks_agree_that_it_is_time() -> None:
-    """A rank whose own clock stands still gives up in the same step as all others."""
-    store = a_store()
-    filling = PrefixCache(an_identity(), a_config(), storage=store)
-    run(filling, prompt(8.5))
-    settle(filling)
-    filling.shutdown()
-    store.stall()
+class AtBarrier(Alone):
+    """The agreement of ranks that are threads: each step is one on all of them, at the first one's time."""
 
-    class Agreed(Alone):
-        ranks, later_s = 1, 0.0
+    ranks = 2
 
-        def agree(
-            self, ended: Iterable[Ended], now: float, up: bool = True, proposal: Proposal | None = None, **_: object
-        ) -> AgreedStep:
-            return AgreedStep([*ended], now + self.later_s)
+    def __init__(self, rank: int, barrier: threading.Barrier, said: dict[int, float]) -> None:
+        self._rank, self._barrier, self._said, self.steps = rank, barrier, said, 0
 
-    agreed = Agreed()
-    cache = PrefixCache(an_identity(), a_config(), storage=store, agreement=agreed, clock=Clock())
-    cache.step()
-    request = Request(cache, prompt(8.5))
-    try:
-        assert not cache.claim(request.lease)
-        cache.step()
-        assert not request.lease.ready
-        agreed.later_s = 5000.0
-        cache.step()
-        assert request.lease.ready, "its patience has ended in this very step"
-    finally:
-        request.close()
-        store.release()
-        cache.shutdown(5)
+    def agree(self, ended: Iterable[Ended], now: float, *_: object, **__: object) -> AgreedStep:
+        self.steps += 1
+        self._said[self._rank] = now
+        self._barrier.wait()
+        now = self._said[0]
+        self._barrier.wait()
+        return AgreedStep([], now)
 
 
 class Ticking(Clock):
@@ -411,8 +237,8 @@ class Ticking(Clock):
 def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
     """Else one rank would wait for ever in a step that the others do not take; one of them has just seen its storage go
     down, and has not told the others."""
-    meeting, stores = Meeting(2), [a_store(), a_store()]
-    at = [meeting.of(rank) for rank in range(2)]
+    barrier, said, stores = threading.Barrier(2, timeout=30), dict[int, float](), [a_store(), a_store()]
+    at = [AtBarrier(rank, barrier, said) for rank in range(2)]
     caches = [
         PrefixCache(
             an_identity(), a_config(), storage=stores[rank], agreement=at[rank], clock=Ticking([0.2, 0.06][rank])
@@ -422,7 +248,6 @@ def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
     for cache, store in zip(caches, stores, strict=True):
         store.stall()
         cache.open(prompt(8.5))
-    settled: dict[int, bool] = {}
     attached = caches[1].attached
     assert attached is not None and isinstance(attached.storage, Breaker)
     stores[1].dead = True
@@ -430,15 +255,12 @@ def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
         attached.storage._count_failure("as if three calls had failed", by=3)
     assert not caches[1].up
 
-    def give_up(rank: int) -> None:
-        if end == "settle":
-            settled[rank] = caches[rank].settle(5)
-        else:
-            caches[rank].shutdown(8)
+    def give_up(rank: int) -> bool | None:
+        return caches[rank].settle(5) if end == "settle" else caches[rank].shutdown(8)
 
     try:
-        assert side_by_side(give_up) == []
-        assert settled == ({0: False, 1: False} if end == "settle" else {})
+        with ThreadPoolExecutor(2) as threads:
+            assert [*threads.map(give_up, range(2))] == [False if end == "settle" else None] * 2
         assert at[0].steps == at[1].steps > 2
     finally:
         for cache, store in zip(caches, stores, strict=True):

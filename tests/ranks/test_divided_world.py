@@ -1,18 +1,16 @@
 """Real cores on two to eight ranks in random lives, which hear of each other's copies by the ranks' own protocol."""
 
-from collections import Counter
-
 import pytest
 
 from kvarve.core.effects import Event
 from kvarve.ranks.agreement import Votes
 from kvarve.testing.world import born, live
 
-SHORT, LONG, STEPS = 4, 60, 150
+SHORT, LONG, STEPS = (1, 3), 60, 100
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(SHORT), *(pytest.param(at, marks=pytest.mark.long) for at in range(SHORT, LONG))]
+    "seed", [pytest.param(seed, marks=() if seed in SHORT else pytest.mark.long) for seed in range(LONG)]
 )
 def test_ranks_that_hear_of_copies_by_their_own_protocol_break_no_law(seed: int) -> None:
     print(f"python -m kvarve.testing.world --ranks --seeds {seed}:{seed + 1}")
@@ -23,14 +21,11 @@ def test_ranks_that_hear_of_copies_by_their_own_protocol_break_no_law(seed: int)
 
 def test_the_world_sees_a_copy_that_ends_with_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     merge = Votes.merge
-    ended = Counter[str]()
 
     def first(self: Votes, news: list[list[Event]]) -> list[Event]:
-        ended["turns"] += 1
         return merge(self, [max(news, key=len)] * len(news))
 
     monkeypatch.setattr(Votes, "merge", first)
     with pytest.raises(AssertionError, match=r"all ranks hear the same|when it has on every rank"):
         for seed in (5, 8):
             live(*born(seed, "ranks"), steps=STEPS)
-    assert ended

@@ -10,7 +10,7 @@ import pytest
 
 from kvarve.core.effects import Began, Ended, Event, Refusal, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal
-from kvarve.ranks.group import BEGUN_S, FAILED, STUCK, Group
+from kvarve.ranks.group import BEGUN_S, Group
 from kvarve.ranks.star import FRAME, Dead, GroupEnded, Late, Link, Star
 
 TURNS = 10_000  # of which a few are needed, more on a machine that is slow to pass on what a rank sends
@@ -78,11 +78,6 @@ def impatient() -> Iterator[Ranks]:
     ranks.close()
 
 
-def test_all_ranks_hear_rank_0s_time_and_inputs_whatever_their_length(three: Ranks) -> None:
-    for says in (b"", b"x", b"y" * (FRAME - 30), b"z" * FRAME, bytes(1 << 20)):
-        assert three.turn(says=says) == AgreedStep([], 0.0, True, None, says)
-
-
 def test_an_event_is_one_of_all_ranks_once_it_has_happened_on_each(three: Ranks) -> None:
     pages = (1 << 300) - 1
     assert three.turn(r0=([Began(7)], True, None)).events == []
@@ -91,6 +86,13 @@ def test_an_event_is_one_of_all_ranks_once_it_has_happened_on_each(three: Ranks)
     step = three.turn(r0=([Verified(7, pages)], True, None), r1=([Ended(7, pages)], True, None))
     assert step.events == []
     assert three.turn(r0=([Ended(7, pages)], True, None)).events == [Ended(7, pages ^ 4, 4)]
+
+
+def test_events_of_one_turn_are_told_in_one_order_whatever_order_they_came_in(three: Ranks) -> None:
+    for op in (10, 20):
+        ends = [Ended(op + 1, 1), Ended(op, 1)]
+        said = {f"r{rank}": (ends[:: 1 - 2 * (rank % 2)], True, None) for rank in range(3)}
+        assert three.turn(**said).events == ends[::-1]
 
 
 def test_why_a_storage_of_one_rank_refused_pages_is_known_to_all(three: Ranks) -> None:
@@ -144,25 +146,6 @@ def test_what_has_only_begun_waits_a_moment_for_other_events(three: Ranks, monke
     assert three.turn().events == [Began(7), Ended(7, 1)], "both in one turn"
 
 
-def test_news_without_end_do_not_keep_rank_0_from_the_turn_for_what_has_begun(
-    three: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    star, clock, told = three.stars[0], [0.0], [*range(100, 100 + TURNS)]
-    ready = star.ready
-
-    def floods(timeout_s: float) -> list[int]:
-        clock[0] += BEGUN_S / 10
-        assert three.groups[1].happened(Began(told.pop()))
-        return ready(LONG_S)
-
-    for group in three.groups:
-        assert group.happened(Began(7))
-    monkeypatch.setattr(star, "clock", lambda: clock[0])
-    monkeypatch.setattr(star, "ready", floods)
-    assert three.groups[0].wait(LONG_S, never)
-    assert clock[0] <= 2 * BEGUN_S
-
-
 def test_whoever_wakes_rank_0_ends_its_wait(three: Ranks) -> None:
     woken = threading.Event()
 
@@ -174,7 +157,7 @@ def test_whoever_wakes_rank_0_ends_its_wait(three: Ranks) -> None:
     thread.start()
     assert three.groups[0].wait(LONG_S, woken.is_set)
     thread.join()
-    for _ in range(100_000):  # nobody hears it
+    for _ in range(20_000):  # nobody hears it
         three.groups[0].wake()
     assert three.turn(says=b"x").said == b"x"
 
@@ -206,48 +189,21 @@ def test_what_a_rank_said_unasked_in_the_last_turn_of_a_group_is_not_for_the_nex
     assert three.turn(r0=ended, r1=ended, r2=ended).events == [Ended(7, 2)] and three.turn().up
 
 
-def test_a_rank_whose_copies_go_on_while_it_is_stuck_is_named(impatient: Ranks) -> None:
-    def stuck(rank: int, group: Group) -> AgreedStep:
-        if rank == 1:
-            group.happened(Ended(7, 1))
-            return AgreedStep([], 0.0)
-        return _failed(group, "the sum took too long", stuck=True)
-
-    _, *others = sorted(map(str, impatient.each(stuck)))
-    assert all("rank 1: it is late" in each for each in others), others
-
-
 def test_a_lane_waits_for_no_rank_that_is_gone_or_reads_nothing(three: Ranks) -> None:
     pages = (1 << 900) - 1
-    for op in range(1000):  # more than a socket holds
+    for op in range(400):  # more than a socket holds
         for group in three.groups:
             assert group.happened(Began(op)) and group.happened(Ended(op, pages))
     told = three.turn().events
-    assert [event for event in told if isinstance(event, Ended)] == [Ended(op, pages) for op in range(1000)]
+    assert [event for event in told if isinstance(event, Ended)] == [Ended(op, pages) for op in range(400)]
     assert three.turn().events == []
     three.stars[0].close()
-    for op in range(1000):
+    for op in range(400):
         assert three.groups[1].happened(Ended(op, 1))
     three.groups[0].wake()
     assert three.groups[0].wait(0.0, never)
     found = ends(three.each(lambda _, group: group.agree([], 0.0), but=0))
     assert all("rank 0: it is dead" in each for each in found), found
-
-
-@pytest.mark.parametrize("last_word", ["no memory", ""])
-def test_of_two_ranks_that_say_more_than_a_report_both_are_heard(impatient: Ranks, last_word: str) -> None:
-    """Rank 1 has waited in vain; what rank 2 says, or that it says anything, came before that is read."""
-    impatient.stars[1].links[0].send(bytes([STUCK]) + b"the sum took too long")
-    if last_word:
-        impatient.stars[2].links[0].send(bytes([FAILED]) + last_word.encode())
-    with ThreadPoolExecutor(1) as pool:
-        other = None if last_word else pool.submit(impatient.groups[2].agree, [], 0.0)
-        while len(impatient.stars[0].ready(SHORT_S)) < 2:
-            pass  # until both can be read
-        with pytest.raises(GroupEnded) as found:
-            impatient.groups[0].agree([], 0.0)
-        assert other is None or isinstance(other.exception(LONG_S), GroupEnded)
-    assert str(found.value) == (f"rank 2: {last_word}" if last_word else "rank 1: the sum took too long")
 
 
 def test_nothing_is_sent_or_read_after_a_part_of_a_frame() -> None:
@@ -279,18 +235,6 @@ def test_what_only_one_rank_knows_reaches_all_with_the_next_inputs(three: Ranks)
     assert any(three.turn(waiting=False).up for _ in range(TURNS))
 
 
-def test_the_log_says_on_which_rank_storage_is_down(three: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    for up, said in (
-        (True, []),
-        (False, ["storage is down on rank 1"]),
-        (False, []),
-        (True, ["storage is down on no rank"]),
-    ):
-        caplog.clear()
-        assert three.turn(r1=([], up, None)).up is up
-        assert [each.getMessage() for each in caplog.records] == said
-
-
 def test_a_change_is_made_in_an_exchange_in_which_all_ranks_propose_it(three: Ranks) -> None:
     three.turn()
     asked: tuple[list[Event], bool, Proposal] = ([], True, Proposal("attach"))
@@ -307,50 +251,6 @@ def ends(found: list[AgreedStep | GroupEnded]) -> set[str]:
     return {str(each) for each in found}
 
 
-@pytest.mark.parametrize("waiting", [True, False])
-def test_a_rank_that_decides_otherwise_is_named_on_all_ranks(three: Ranks, waiting: bool) -> None:
-    three.turn()
-    for rank, group in enumerate(three.groups):
-        group.note(b"the same")
-        group.note(b"something else" if rank == 2 else b"the same")
-    if not waiting:
-        three.turn(waiting=False)  # no one looks
-    found = ends(three.each(lambda _, group: group.agree([], 0.0)))
-    assert len(found) == 1 and "rank 2: its decisions" in found.pop()
-    assert len(ends(three.each(lambda _, group: group.agree([], 0.0)))) == 1, "it has ended for good"
-
-
-@pytest.mark.parametrize("dead", [1, 2])
-def test_a_dead_rank_is_named_on_all_others_at_once(three: Ranks, dead: int) -> None:
-    three.turn()
-    three.stars[dead].close()
-    found = ends(three.each(lambda _, group: group.agree([], 0.0), but=dead))
-    assert found == {f"rank {dead}: it is dead: it has closed its socket"}
-
-
-def test_a_late_rank_is_named_on_all_others_after_the_deadline(impatient: Ranks) -> None:
-    found = ends(impatient.each(lambda _, group: group.agree([], 0.0), but=2))
-    assert any("rank 2: it is late" in each for each in found)
-    assert all("rank 1" not in each for each in found)
-
-
-@pytest.mark.parametrize("dead", [True, False])
-def test_the_others_end_without_rank_0(impatient: Ranks, dead: bool) -> None:
-    if dead:
-        impatient.stars[0].close()
-    found = ends(impatient.each(lambda _, group: group.agree([], 0.0), but=0))
-    assert all("rank 0: it is " + ("dead" if dead else "late") in each for each in found)
-
-
-def test_of_ranks_that_wait_for_each_other_the_silent_one_is_at_fault(impatient: Ranks) -> None:
-    """As in a sum of the model: those that wait give up alike, and say so."""
-    found = {
-        str(each)
-        for each in impatient.each(lambda _, group: _failed(group, "the sum took too long", stuck=True), but=1)
-    }
-    assert all("rank 1: it is late" in each and "the sum" not in each for each in found), found
-
-
 @pytest.mark.parametrize("fails", [0, 1, 2])
 def test_ranks_that_wait_for_one_that_fails_meanwhile_hear_why(three: Ranks, fails: int) -> None:
     def assemble(rank: int, group: Group) -> AgreedStep:
@@ -363,12 +263,6 @@ def test_ranks_that_wait_for_one_that_fails_meanwhile_hear_why(three: Ranks, fai
 
     found = three.each(assemble)
     assert len(found) == 3 and ends(found) == {f"rank {fails}: its weights are damaged"}
-
-
-def test_a_group_that_has_ended_waits_for_no_rank(impatient: Ranks) -> None:
-    impatient.each(lambda _, group: group.agree([], 0.0), but=2)
-    with pytest.raises(GroupEnded, match=r"rank 2: it is late: nothing comes from it for 0\.25 s"):
-        impatient.groups[0].assemble(LONG_S)
 
 
 def test_what_a_rank_has_said_before_a_sum_is_no_sign_of_life_in_it(impatient: Ranks) -> None:
@@ -385,21 +279,8 @@ def _failed(group: Group, why: str, stuck: bool = False) -> AgreedStep:
     raise GroupEnded(group.fail(why, stuck))
 
 
-def test_a_rank_that_cannot_go_on_is_named_with_its_reason(three: Ranks) -> None:
-    three.turn()
-
-    def one_fails(rank: int, group: Group) -> AgreedStep:
-        return _failed(group, "no memory") if rank == 1 else group.agree([], 0.0)
-
-    found = ends(three.each(one_fails))
-    assert found == {"rank 1: no memory"} or all("rank 1: no memory" in each for each in found), found
-
-
 @pytest.mark.parametrize("frame", [b"", b"\x00", b"\x09" * 40, b"\xff" * FRAME])
 def test_what_is_no_report_ends_the_group_with_a_message(three: Ranks, frame: bytes) -> None:
     three.stars[2].links[0].send(frame)
     found = ends(three.each(lambda _, group: group.agree([], 0.0), but=2))
     assert all("rank 2" in each for each in found), found
-
-
-# --- meeting

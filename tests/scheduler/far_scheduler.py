@@ -58,7 +58,6 @@ class FarScheduler:
         self.wire = Wire(self.process.stdout, self.process.stdin)  # type: ignore[arg-type]
         self._lock = threading.Lock()  # one call at a time
         self._leases: dict[int, FarLease] = {}
-        self.calls = 0
         FarScheduler.made.append(self)
         self._ask("made", identity, config, slots, storage, only_read, prefill_tokens)
 
@@ -69,7 +68,6 @@ class FarScheduler:
 
     def _ask(self, name: str, *words: Any) -> Any:
         with self._lock:
-            self.calls += 1
             self.wire.send(Call(name, plain(words)))
             answer: Answer = self.wire.receive()
             for each in answer.leases:

@@ -8,8 +8,6 @@ import pytest
 from filling import PAGE, a_config, a_store, an_identity, prompt
 
 from kvarve.core.effects import Copy, Ended, Hurry, Probe
-from kvarve.core.extents import Cut
-from kvarve.core.settings import Slots
 from kvarve.errors import Busy, StorageError
 from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
 from kvarve.model import Tier
@@ -41,14 +39,6 @@ def test_copies_sent_before_a_change_of_the_storage_stand_before_it() -> None:
     assert not scheduler.storage_up and scheduler.take() == []
 
 
-def test_a_change_of_the_storage_brings_its_policies() -> None:
-    scheduler = a_scheduler(storage=False)
-    selective = replace(a_config(), policies=replace(a_config().policies, write_policy="write_through_selective"))
-    scheduler.step(Report(proposed=ChangeProposed(1, selective)), 1.0)
-    assert scheduler.take() == [ChangeMade(1)] and scheduler.storage_up
-    assert scheduler.config is selective and scheduler.core.config.policies.write is selective.policies.write
-
-
 def test_a_change_that_the_ranks_do_not_grant_changes_nothing() -> None:
     shape = an_identity(), a_config(), check(an_identity(), a_config())
     scheduler = CacheScheduler(*shape, storage=True, agreement=Denied())
@@ -56,26 +46,6 @@ def test_a_change_that_the_ranks_do_not_grant_changes_nothing() -> None:
     (refused,) = scheduler.take()
     assert isinstance(refused, ChangeRefused) and refused.change == 1 and not refused.busy
     assert scheduler.storage_up and scheduler.config == a_config()
-
-
-def test_a_tier_that_pools_share_is_full_when_its_bytes_are_used_whoever_has_them() -> None:
-    """A pool has the slots that it uses and few more: how many they are says nothing of how full the tier is."""
-    identity = an_identity()
-    cut = Cut(8, (4,) * len(identity.pools), (1,) * len(identity.pools), 4 * 4096)
-    scheduler = CacheScheduler(identity, a_config(), Slots({Tier.DEVICE: cut, Tier.HOST: cut}))
-    before = scheduler.stats()
-    pools, extents = [pool.name for pool in identity.pools], scheduler.core.slot_pools.extents[0]
-    assert extents is not None
-    for part in [len(pools)] * (8 - len(pools)):  # the first pool gets all but the others' least
-        scheduler.core.slot_pools.reserve(0, 4 * part // len(pools), b"")
-    for pool in range(1, len(pools)):
-        scheduler.core.slot_pools.reserve(pool, 4, b"")
-    scheduler.core.slot_pools.reserve(0, 4, b"")
-    now = scheduler.stats()
-    used = [now[f"used.device.{pool}"] * now[f"slot_bytes.device.{pool}"] for pool in pools]
-    assert sum(used) == now["memory_bytes.device"] == 8 * 4 * 4096
-    assert now["slots.device." + pools[0]] > before["slots.device." + pools[0]]
-    assert all(now[f"most.device.{pool}"] == before[f"most.device.{pool}"] for pool in pools)
 
 
 def test_a_storage_that_a_worker_reports_down_is_asked_for_nothing_until_it_is_back() -> None:
@@ -99,13 +69,6 @@ def test_a_claim_makes_all_fetches_of_its_request_urgent_with_one_order() -> Non
     assert len(fetches) > 5
     scheduler.claim(lease)
     assert scheduler.take() == [Hurry(tuple(fetches))]
-
-
-def test_a_claim_of_a_request_without_fetches_makes_nothing_urgent() -> None:
-    scheduler = a_scheduler(storage=False)
-    scheduler.step(Report(), 1.0)
-    scheduler.claim(scheduler.open(prompt(4.5)))
-    assert not any(isinstance(order, Hurry) for order in scheduler.take())
 
 
 def test_an_answer_about_a_copy_that_is_not_in_flight_is_counted_and_changes_nothing() -> None:
@@ -210,14 +173,6 @@ def test_pages_of_an_unfinished_chunk_are_not_saved_as_their_names_still_change(
     assert all(positions & 0b100 == 0 for positions in saved) and any(saved)
     sealed = {page.target: page.key for copy in copies(scheduler, Tier.HOST) for page in copy.pages}
     assert sealed and {*sealed.values()} <= {lease.key(0), lease.key(1)}
-
-
-def test_calls_about_device_slots_are_refused_where_an_engine_owns_the_device() -> None:
-    scheduler = over_blocks()
-    with pytest.raises(AssertionError, match="an engine owns the device"):
-        scheduler.capacity_tokens()
-    with pytest.raises(AssertionError, match="an engine owns the device"):
-        scheduler.demand([])
 
 
 def copies(scheduler: CacheScheduler, target: Tier) -> list[Copy]:

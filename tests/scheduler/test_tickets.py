@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from filling import Request, a_config, a_region, an_identity, prompt, run, settle
-from hypothesis import given
+from filling import Request, a_config, a_region, an_identity, prompt, settle
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvarve.errors import ConfigError
-from kvarve.model import ModelIdentity
 from kvarve.prefix_cache import PrefixCache
 from kvarve.scheduler import CacheScheduler
 from kvarve.storage import MemoryStorage
@@ -74,13 +73,6 @@ def test_a_decode_server_resumes_where_the_ticket_says_from_the_shared_storage(
     assert request.compute().close().from_tiers() == (0, 0, 8)
 
 
-def test_without_a_ticket_the_write_policy_alone_decides(servers: tuple[PrefixCache, PrefixCache]) -> None:
-    prefill, decode = servers
-    run(prefill, PROMPT)
-    settle(prefill)
-    assert run(decode, PROMPT) == (0, 0, 0)
-
-
 def test_pages_that_never_come_are_asked_for_and_then_computed(
     servers: tuple[PrefixCache, PrefixCache], region: MemoryStorage
 ) -> None:
@@ -94,14 +86,6 @@ def test_pages_that_never_come_are_asked_for_and_then_computed(
     assert Request(decode, PROMPT, ticket=soon).wait().close().boundary == 0
     assert shared.probes >= 2, "the storage was asked again"
     decode.shutdown(5)
-
-
-def test_a_ticket_of_the_prompt_begun_is_one_of_no_pages(servers: tuple[PrefixCache, PrefixCache]) -> None:
-    prefill, decode = servers
-    request = Request(prefill, PROMPT).wait()
-    ticket = prefill.export(request.lease, UNTIL_S)
-    assert ticket is not None and (ticket.boundary, ticket.key) == (0, "")
-    assert Request(decode, PROMPT, ticket=Ticket.of_json(ticket.json())).wait().lease.boundary == 0
 
 
 @pytest.mark.parametrize(
@@ -128,21 +112,6 @@ def test_a_ticket_of_something_else_is_refused_and_nothing_has_changed(
     assert decode.stats() == before
 
 
-def test_a_model_divided_otherwise_is_another_sharding_before_it_is_another_model() -> None:
-    divided: ModelIdentity = replace(an_identity(), ranks=2)
-    theirs = replace(TICKET, model=divided.fingerprint().hex(), ranks=2)
-    with pytest.raises(ConfigError, match="sharding"):
-        theirs.check(an_identity(), bytes(32))
-
-
-def test_without_a_storage_there_is_no_ticket() -> None:
-    cache = PrefixCache(an_identity(), a_config())
-    request = Request(cache, PROMPT).wait().compute()
-    assert cache.export(request.lease, UNTIL_S) is None
-    request.close()
-    cache.shutdown(5)
-
-
 @pytest.mark.parametrize(("until_s", "waits_s"), [(900.0, 0.0), (1007.0, 7.0), (1e12, 30.0)])
 def test_a_request_waits_for_its_ticket_until_its_time_and_no_longer_than_for_a_call_that_hangs(
     until_s: float, waits_s: float
@@ -159,15 +128,9 @@ def test_a_request_waits_for_its_ticket_until_its_time_and_no_longer_than_for_a_
 # --- tickets that come from another server
 
 
-def test_a_ticket_comes_back_from_json_as_it_was() -> None:
-    assert Ticket.of_json(json.loads(json.dumps(TICKET.json()))) == TICKET
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        {"boundary": -1},
-        {"boundary": 1.5},
         {"boundary": True},
         {"boundary": 1 << 60},
         {"boundary": 0},
@@ -176,13 +139,10 @@ def test_a_ticket_comes_back_from_json_as_it_was() -> None:
         {"root": "ab" * 31},
         {"model": None},
         {"until_s": float("nan")},
-        {"until_s": float("inf")},
         {"until_s": "soon"},
         {"layout": "x" * 1000},
         {"ranks": 0},
-        {"heads": -1},
         {"format": "kvarve-ticket/2"},
-        {"more": 1},
     ],
     ids=str,
 )
@@ -204,6 +164,7 @@ ANY = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(ANY | st.dictionaries(st.sampled_from([*TICKET.json()]), ANY), st.sampled_from([*TICKET.json()]), ANY)
 def test_anything_is_a_ticket_or_a_config_error(whole: Any, field: str, value: Any) -> None:
     for given_ in (whole, TICKET.json() | {field: value}):
