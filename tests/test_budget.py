@@ -1,64 +1,81 @@
 """A test that costs too much fails the run."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import budget
 
-BURN = "import time\ndef burn(s):\n    end = time.process_time() + s\n    while time.process_time() < end: pass\n"
-DEAR = """
-import pytest, subprocess, sys
-{burn}
-def test_cheap(): pass
-def test_dear(): burn(0.03)
-def test_dear_child():
-    subprocess.run([sys.executable, "-S", "-c", {child!r}], check=True)
+TESTS = """
+import pytest, costs
+def test_cheap(): costs.seconds += 0.2
+def test_dear(): costs.seconds += 0.4
+def test_with_a_reason(): costs.seconds += 0.5
 @pytest.mark.long
-def test_long(): burn(0.03)
+def test_long(): costs.seconds += 9
 @pytest.fixture(scope="module")
-def shared(): burn(0.03)
-def test_shares(shared): pass
+def shared(): costs.seconds += 0.6
+def test_shares(shared): costs.seconds += 0.1
 """
 
 
-@pytest.fixture
-def ended(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> "pytest.RunResult":
-    """A run with one reason in the list; a core's speed does not count."""
-    monkeypatch.setattr(budget, "EACH_S", 0.02)
-    monkeypatch.setattr(budget, "LAZY", ())
+class Costs:
+    """What the tests of a run say that they have cost."""
+
+    seconds = 0.0
+
+
+def test_what_costs_too_much_without_a_reason_fails_the_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs()
+    monkeypatch.setitem(sys.modules, "costs", costs)
+    monkeypatch.setattr(budget, "spent", lambda: costs.seconds)
     monkeypatch.setattr(budget, "slower", lambda rounds: 1.0)
     monkeypatch.setattr(budget, "LIST", pytester.path / "dear.toml")
-    (pytester.path / "dear.toml").write_text('"test_it.py::test_dear_child" = "a process counts with its test"\n')
-    pytester.makepyfile(test_it=DEAR.format(burn=BURN, child=f"{BURN}burn(0.03)"))
+    (pytester.path / "dear.toml").write_text('"test_it.py::test_with_a_reason" = "without it no change may land"\n')
+    pytester.makepyfile(test_it=TESTS)
     pytester.makeini("[pytest]\nmarkers = long: long\n")
-    return pytester.runpytest_inprocess("-p", "budget", "-p", "no:xdist", "-p", "no:cacheprovider")
-
-
-def test_what_costs_too_much_without_a_reason_fails_the_run(ended: "pytest.RunResult") -> None:
+    ended = pytester.runpytest_inprocess("-p", "budget", "-p", "no:xdist", "-p", "no:cacheprovider")
     assert ended.ret == pytest.ExitCode.TESTS_FAILED
     ended.assert_outcomes(passed=5)
-    complaints = [line for line in ended.outlines if line.startswith("budget: ")]
-    assert len(complaints) == 2, complaints
-    assert any("test_it.py::test_dear costs 0.0" in line for line in complaints)
-    assert any("test_it.py::shared costs 0.0" in line for line in complaints), (
-        "a fixture, and not who asks for it first"
-    )
-    ended.stdout.re_match_lines([r".* CPU s; the dearest of .*", r" +0\.\d+ test_it.py::test_dear_child"])
+    said = [line.partition(",")[0] for line in ended.outlines if line.startswith("budget: ")]
+    shared, dear = "test_it.py::shared costs 0.60 CPU s", "test_it.py::test_dear costs 0.40 CPU s"
+    assert said == [f"budget: {shared}", f"budget: {dear}"], "a fixture pays, and not who asks for it first"
+    ended.stdout.re_match_lines(["=+ 2 CPU s; the dearest of 5 =+", " +0.60 test_it.py::shared"])
 
 
-def test_all_together_cost_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_together_cost_too_much() -> None:
     costs = budget.Budget({})
     costs.costs.update({f"test_{number}": 0.25 for number in range(1401)})  # type: ignore[arg-type]
     assert costs.complaints() == ["all short tests cost 350 CPU s, more than 350"]
+
+
+def test_a_process_counts_while_it_lives_and_when_it_has_ended() -> None:
+    code = "import time\nwhile time.process_time() < 0.08: pass\nprint(flush=True)\ninput()"
+    before = budget.spent()
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        living = budget.spent()
+        process.communicate("\n")
+    assert living - before > 0.06
+    assert budget.spent() - before > 0.06
 
 
 def test_the_list_is_short_and_names_what_there_is() -> None:
     root = Path(__file__).parent.parent
     dear = budget.listed()
     assert len(dear) <= 40 and all(dear.values())
+    suites = [each.read_text() for each in (root / "src" / "kvarve" / "testing").glob("suite*.py")]
     for name in dear:
         path, _, test = name.partition("::")
         place = root / path
-        texts = [place.read_text()] if place.is_file() else [each.read_text() for each in place.glob("conftest.py")]
+        texts = [each.read_text() for each in ([place] if place.is_file() else [*place.glob("*.py")])]
+        if "::" in test:  # what its class inherits
+            texts += suites
         assert any(f"def {test.partition('[')[0].rpartition('::')[2]}(" in text for text in texts), name
