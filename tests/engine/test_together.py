@@ -44,7 +44,7 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, columns = make(start=False, turn_tokens=16 * CHUNK), list[list[int]]()
-    monkeypatch.setattr(engine, "_spare", 300)
+    monkeypatch.setattr(engine, "_spare", 150)
     real = Batch.forward
 
     def forward(self: Batch, model: Any, tokens: list[int]) -> Any:
@@ -52,8 +52,8 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
         return real(self, model, tokens)
 
     monkeypatch.setattr(Batch, "forward", forward)
-    asked = [(20, 1), (33, 2), (61, 3), (330, 4)]
-    requests = [engine.submit(a_request(a_prompt(tokens, seed), 12)) for tokens, seed in asked]
+    asked = [(20, 1), (33, 2), (61, 3), (220, 4)]
+    requests = [engine.submit(a_request(a_prompt(tokens, seed), 8)) for tokens, seed in asked]
     turns(engine, lambda: sum(not job.prefilling for job in engine.scheduler.running) == 4)
     columns.clear()
     before = [len(job.output_ids) for job in engine._jobs.values()]
@@ -64,7 +64,7 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
     assert len(columns) == 4
     turns(engine, lambda: not engine._accepted)
     for request, (tokens, seed) in zip(requests, asked, strict=True):
-        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 12)
+        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 8)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("bamba", marks=pytest.mark.long)])
