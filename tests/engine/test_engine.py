@@ -218,3 +218,12 @@ def test_pages_fetched_for_later_requests_keep_no_slots_from_the_first_in_line(m
     turns(engine, lambda: engine.counts.finished == 4, at_most=200)
     assert first.result(0.1)[1] == alone("qwen3_5", 15 * PAGE, 3, 1)
     assert behind.result(0.1)[1] == alone("qwen3_5", 2 * CHUNK + 1, 1, 1)
+
+
+def test_a_requests_priority_reaches_its_pages(make: Make) -> None:
+    engine = make(start=False, eviction="priority")
+    request = a_request(a_prompt(PROMPT))
+    request.priority = 7
+    engine.submit(request)
+    turns(engine, lambda: engine.counts.finished == 1)
+    assert {run.priority for run in engine.cache.scheduler.core.slot_pools.runs() if run.parent} == {7}

@@ -53,7 +53,7 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
 
     monkeypatch.setattr(Batch, "forward", forward)
     asked = [(20, 1), (33, 2), (61, 3), (220, 4)]
-    requests = [engine.submit(a_request(a_prompt(tokens, seed), 8)) for tokens, seed in asked]
+    requests = [engine.submit(a_request(a_prompt(tokens, seed), 11)) for tokens, seed in asked]
     turns(engine, lambda: sum(not job.prefilling for job in engine.scheduler.running) == 4)
     columns.clear()
     before = [len(job.output_ids) for job in engine._jobs.values()]
@@ -64,7 +64,7 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
     assert len(columns) == 4
     turns(engine, lambda: not engine._accepted)
     for request, (tokens, seed) in zip(requests, asked, strict=True):
-        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 8)
+        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 11)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("bamba", marks=pytest.mark.long)])
