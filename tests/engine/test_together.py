@@ -44,7 +44,7 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, columns = make(start=False, turn_tokens=16 * CHUNK), list[list[int]]()
-    monkeypatch.setattr(engine, "_spare", 150)
+    monkeypatch.setattr(engine, "_spare", 100)
     real = Batch.forward
 
     def forward(self: Batch, model: Any, tokens: list[int]) -> Any:
@@ -52,7 +52,7 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
         return real(self, model, tokens)
 
     monkeypatch.setattr(Batch, "forward", forward)
-    asked = [(20, 1), (33, 2), (61, 3), (220, 4)]
+    asked = [(20, 1), (33, 2), (61, 3), (150, 4)]
     requests = [engine.submit(a_request(a_prompt(tokens, seed), 11)) for tokens, seed in asked]
     turns(engine, lambda: sum(not job.prefilling for job in engine.scheduler.running) == 4)
     columns.clear()
