@@ -40,6 +40,7 @@ def test_no_other_way_to_cut_the_rows_costs_less(lengths: list[int], spare: int)
         assert cost(groups, lengths, spare) <= cost(other, lengths, spare)
 
 
+@pytest.mark.long
 def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_in_every_turn(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
