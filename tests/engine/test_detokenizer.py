@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -63,6 +63,7 @@ def test_any_tokens_give_the_text_of_all_of_them_at_once(kind: str, data: st.Dat
     assert one_by_one(kind, ids, skip) == at_once(kind, ids, skip)
 
 
+@settings(max_examples=40)
 @given(data=st.data(), skip=st.booleans())
 def test_bytes_among_words_give_the_text_of_all_tokens_at_once(data: st.DataObject, skip: bool) -> None:
     """Bytes of whole characters, or of none, between other tokens."""

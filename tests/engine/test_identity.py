@@ -147,11 +147,11 @@ def test_another_process_makes_the_same_identity() -> None:
         "import torch; torch.set_num_threads({threads})\n"
         "from kvarve.engine.identity import identity_of; from kvarve.engine.state import StateLayout\n"
         "from kvarve.testing.models import tiny_model\n"
-        "model = tiny_model('deepseek_v4')\n"
-        "print(identity_of(model, StateLayout.of(model, 128, 256)).fingerprint().hex())"
+        "model = tiny_model('qwen3')\n"
+        "print(identity_of(model, StateLayout.of(model, 16, 64)).fingerprint().hex())"
     )
-    model, threads = tiny_model("deepseek_v4"), torch.get_num_threads()
-    ours = identity_of(model, StateLayout.of(model, 128, 256)).fingerprint().hex()
+    model, threads = tiny_model("qwen3"), torch.get_num_threads()
+    ours = identity_of(model, StateLayout.of(model, 16, 64)).fingerprint().hex()
     words = [sys.executable, "-c", script.format(threads=threads)]
     said = forks.run(words, check=True, capture_output=True, text=True, timeout=200).stdout
     assert said.split()[-1] == ours

@@ -19,7 +19,7 @@ from kvarve.engine.turns import Call
 from kvarve.errors import Busy, ConfigError
 from kvarve.storage import MemoryStorage
 
-ASKED = [(8, 2, 30), (7, 4, 20), (2 * CHUNK + 23, 1, 9), (2 * CHUNK - 4, 3, 9), (CHUNK, 5, 9)]
+ASKED = [(8, 2, 16), (7, 4, 12), (2 * CHUNK + 23, 1, 9), (2 * CHUNK - 4, 3, 9), (CHUNK, 5, 9)]
 
 
 class Fault(RuntimeError):

@@ -16,7 +16,11 @@ from kvarve.errors import ModelError
 from kvarve.testing.models import tiny_model
 from kvarve.testing.quantized import FORMATS, save_quantized
 
-every_format = pytest.mark.parametrize("format_", FORMATS)
+SMALL = ("nvfp4", "modelopt")  # blocks, which take long to make
+every_format = pytest.mark.parametrize(
+    "format_", [pytest.param(each, marks=pytest.mark.long if each in SMALL else ()) for each in FORMATS]
+)
+OTHERS = [format_ for format_ in FORMATS if format_ != "awq"]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -29,7 +33,7 @@ def a_folder(folders: Path, format_: str) -> Path:
     return folders / format_ if (folders / format_).exists() else save_quantized(format_, folders / format_)
 
 
-@every_format
+@pytest.mark.parametrize("format_", ["awq", *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)])
 def test_models_describes_what_serve_loads(folders: Path, format_: str) -> None:
     folder = str(a_folder(folders, format_))
     facts, loaded = describe_model(folder, "auto", 16, 64), load_model(folder, page_tokens=16, chunk_tokens=64)

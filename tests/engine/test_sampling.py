@@ -20,7 +20,7 @@ def logits(chances: Sequence[float] = CHANCES) -> Tensor:
     return torch.tensor(chances).log()
 
 
-def drawn(times: int = 2000, chances: Sequence[float] = CHANCES, **settings: Any) -> Counter[int]:
+def drawn(times: int = 500, chances: Sequence[float] = CHANCES, **settings: Any) -> Counter[int]:
     random = torch.Generator().manual_seed(1)
     sampling = Sampling(**({"temperature": 1.0} | settings))
     return Counter(choose(logits(chances), sampling, random) for _ in range(times))

@@ -28,6 +28,7 @@ def stays(options: object, place: Place) -> None:
     time.sleep(600)
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_before_it_has_joined_ends_the_others_by_its_name() -> None:
     with started(print, None, 2) as (place, listener):
         assert isinstance(listener, Listener)
@@ -43,6 +44,7 @@ def test_signals_of_a_terminal_or_a_service_are_the_first_ranks_to_handle(tmp_pa
     assert not {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} & signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", [KeyboardInterrupt, GroupEnded])
 def test_no_end_waits_for_a_rank_that_does_not_hear_of_it(
     end: type[BaseException], monkeypatch: pytest.MonkeyPatch

@@ -40,11 +40,12 @@ def test_no_other_way_to_cut_the_rows_costs_less(lengths: list[int], spare: int)
         assert cost(groups, lengths, spare) <= cost(other, lengths, spare)
 
 
+@pytest.mark.long
 def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_in_every_turn(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, columns = make(start=False, turn_tokens=16 * CHUNK), list[list[int]]()
-    monkeypatch.setattr(engine, "_spare", 300)
+    monkeypatch.setattr(engine, "_spare", 100)
     real = Batch.forward
 
     def forward(self: Batch, model: Any, tokens: list[int]) -> Any:
@@ -52,8 +53,8 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
         return real(self, model, tokens)
 
     monkeypatch.setattr(Batch, "forward", forward)
-    asked = [(20, 1), (33, 2), (61, 3), (330, 4)]
-    requests = [engine.submit(a_request(a_prompt(tokens, seed), 12)) for tokens, seed in asked]
+    asked = [(20, 1), (33, 2), (61, 3), (150, 4)]
+    requests = [engine.submit(a_request(a_prompt(tokens, seed), 11)) for tokens, seed in asked]
     turns(engine, lambda: sum(not job.prefilling for job in engine.scheduler.running) == 4)
     columns.clear()
     before = [len(job.output_ids) for job in engine._jobs.values()]
@@ -64,7 +65,7 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
     assert len(columns) == 4
     turns(engine, lambda: not engine._accepted)
     for request, (tokens, seed) in zip(requests, asked, strict=True):
-        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 12)
+        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 11)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("bamba", marks=pytest.mark.long)])
