@@ -92,6 +92,11 @@ def now_ns(storage: FileStorage) -> int:
     return storage._index.clock.now_ns()
 
 
+def limits(storage: FileStorage) -> Any:
+    """What its URL says: for how long, how much, in what order."""
+    return storage._index.limits
+
+
 def process(storage: FileStorage) -> int:
     """Its number among the processes that have the store open."""
     return storage._folder.number

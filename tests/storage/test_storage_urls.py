@@ -3,8 +3,8 @@
 from pathlib import Path
 from uuid import uuid4
 
+import inspect_files
 import pytest
-from file_disks import changing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,8 +37,7 @@ def test_a_file_url_opens_a_folder(tmp_path):
 def test_a_file_url_says_for_how_long_how_much_and_in_what_order(tmp_path):
     url = f"file://{tmp_path}/store?capacity=1MiB&ttl=1.5d&quota=8KiB&eviction=s3fifo&threads=2&durable=no"
     storage = opened(url)
-    with changing(storage) as index:
-        limits = index.limits
+    limits = inspect_files.limits(storage)
     assert (limits.ttl_ns, limits.quota_bytes, limits.eviction) == (129_600 * 10**9, 8192, "s3fifo")
     assert limits.durable is False
     assert put(storage, **{f"salt-{i}": b"1" for i in range(3)}) == [True, True, False]
