@@ -1,10 +1,14 @@
 """No test is about time, so no example of a property is too slow, however busy the machine is."""
 
+import os
 import sys
 from pathlib import Path
 
 from hypothesis import settings
 
+# Before torch is imported: threads that wait for each other spin, which on a busy machine costs many times the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = ["budget", "pytester"]
