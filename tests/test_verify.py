@@ -199,21 +199,21 @@ def the_length_of_a_window_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def answers_change_each_others_rounding(patch: pytest.MonkeyPatch) -> None:
     """As they do side by side, and many times more."""
-    say = Engine._emit
+    sample = Engine._sample
 
-    def noisy(self: Engine, job: Any, logits: Tensor) -> None:
-        answering = sum(not other.prefilling for other in self._running)
-        say(self, job, torch.nextafter(logits, logits + 1) if answering > 1 else logits)
+    def noisy(self: Engine, jobs: list[Any], logits: Tensor) -> None:
+        answering = sum(not other.prefilling for other in self.scheduler.running)
+        sample(self, jobs, torch.nextafter(logits, logits + 1) if answering > 1 else logits)
 
-    patch.setattr(Engine, "_emit", noisy)
+    patch.setattr(Engine, "_sample", noisy)
 
 
 def answers_are_kept_in_every_mode(patch: pytest.MonkeyPatch) -> None:
     computed = Engine._decoded
 
-    def keeping(self: Engine, job: Any, logits: Tensor) -> None:
+    def keeping(self: Engine, job: Any) -> None:
         self.deterministic = False
-        computed(self, job, logits)
+        computed(self, job)
 
     patch.setattr(Engine, "_decoded", keeping)
 

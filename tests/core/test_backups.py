@@ -310,6 +310,22 @@ def test_a_beginning_that_many_share_has_proven_itself_as_far_as_they_share_it()
     assert names <= {key for key, _, _ in world.storage.objects}
 
 
+def test_in_a_pause_all_that_a_request_resumes_from_has_been_used_once_more() -> None:
+    world = World(
+        config=config(ATTENTION, host=64, storage=True, offload_pays_at=0.5, offload_horizon_bytes=4 * PAGE_BYTES)
+    )
+    world.request(prompt(4, seed=9))
+    write(world, 0, pages=6)
+    lease = world.start(fork(3, 7), read=False)  # so the first six pages are two runs now
+    world.grow(lease, 6)
+    world.publish(lease, 6)
+    world.close(lease)
+    world.settle()
+    assert world.core.governor.paused and len(world.storage.objects) == 4
+    world.request(prompt(6))
+    assert len(world.storage.objects) == 4 + 6
+
+
 def test_what_storage_saved_is_counted_in_tokens_and_bytes_and_keeps_storing_going() -> None:
     world = World(
         config=config(
