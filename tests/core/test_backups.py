@@ -311,18 +311,24 @@ def test_a_beginning_that_many_share_has_proven_itself_as_far_as_they_share_it()
 
 
 def test_in_a_pause_all_that_a_request_resumes_from_has_been_used_once_more() -> None:
+    """Also the beginning, whose store is on its way and then fails."""
     world = World(
         config=config(ATTENTION, host=64, storage=True, offload_pays_at=0.5, offload_horizon_bytes=4 * PAGE_BYTES)
     )
-    world.request(prompt(4, seed=9))
     write(world, 0, pages=6)
     lease = world.start(fork(3, 7), read=False)  # so the first six pages are two runs now
     world.grow(lease, 6)
     world.publish(lease, 6)
     world.close(lease)
-    world.settle()
+    write(world, 9)
+    world.step([world.end(stores(world)[-1])])
     assert world.core.governor.paused and len(world.storage.objects) == 4
-    world.request(prompt(6))
+    lease = world.start(prompt(6))
+    assert lease.boundary == 6
+    world.close(lease)
+    fail(world)
+    world.step(later_s=BACK_OFF_S)
+    world.settle()
     assert len(world.storage.objects) == 4 + 6
 
 
