@@ -71,6 +71,14 @@ def test_the_image_has_what_the_build_needs_and_nothing_that_is_not_there() -> N
     assert extras and all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras[1].split(","))
 
 
+def test_the_versions_of_the_lock_become_constraints(tmp_path: Path) -> None:
+    (sed,) = [words for name, words in instructions() if name == "RUN" and words.startswith("sed ")]
+    shutil.copy(ROOT / "requirements.lock", tmp_path)
+    subprocess.run(["sh", "-c", sed], cwd=tmp_path, check=True)
+    lines = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert len(lines) > 50 and all(re.fullmatch(r"[A-Za-z0-9._-]+==[^ ;]+( ; .*)?", line) for line in lines)
+
+
 @pytest.mark.parametrize(("status", "tls"), [(200, False), (503, False), (200, True)])
 def test_the_health_check_follows_the_servers_health(tmp_path: Path, status: int, tls: bool) -> None:
     class Health(BaseHTTPRequestHandler):

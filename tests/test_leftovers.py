@@ -95,6 +95,18 @@ def test_a_folder_that_only_has_such_a_name_stays(short_tmp: Path) -> None:
         assert not (short_tmp / "kvarve-ranks-linkedto").exists() and (short_tmp / "kvarve-ranks-thelinks").is_symlink()
 
 
+def test_where_folders_cannot_be_locked_one_is_made_all_the_same(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: int) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(leftovers.fcntl, "flock", refused)
+    with temporary_folder("kvarve-ranks-") as folder, temporary_folder("kvarve-ranks-"):
+        assert folder.exists()
+    assert not [*short_tmp.iterdir()]
+
+
 def test_links_and_what_other_users_own_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, link, file, pipe = (tmp_path / name for name in ("target", "link", "file", "pipe"))
     target.touch()

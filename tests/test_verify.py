@@ -23,6 +23,7 @@ from kvarve.cli import main
 from kvarve.core.cache import Core
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.paths import Paths
+from kvarve.engine.engine import Engine
 from kvarve.engine.state import Workspace
 from kvarve.keys import root_key
 from kvarve.model import BufferSpec, PoolSpec
@@ -184,6 +185,39 @@ def a_bad_page_stays_in_storage(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AlteredStorage, "delete", lambda self, names: [True] * len(names))
 
 
+def the_length_of_a_window_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    resume = Workspace.resume
+
+    def forgetful(self: Workspace, boundary: int) -> None:
+        resume(self, boundary)
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = 0
+
+    patch.setattr(Workspace, "resume", forgetful)
+
+
+def answers_change_each_others_rounding(patch: pytest.MonkeyPatch) -> None:
+    """As they do side by side, and many times more."""
+    sample = Engine._sample
+
+    def noisy(self: Engine, jobs: list[Any], logits: Tensor) -> None:
+        answering = sum(not other.prefilling for other in self.scheduler.running)
+        sample(self, jobs, torch.nextafter(logits, logits + 1) if answering > 1 else logits)
+
+    patch.setattr(Engine, "_sample", noisy)
+
+
+def answers_are_kept_in_every_mode(patch: pytest.MonkeyPatch) -> None:
+    computed = Engine._decoded
+
+    def keeping(self: Engine, job: Any) -> None:
+        self.deterministic = False
+        computed(self, job)
+
+    patch.setattr(Engine, "_decoded", keeping)
+
+
 def answers_are_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheScheduler, "extend", lambda *_: None)
 
@@ -204,6 +238,9 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
                 (all_salts_share_pages, "qwen3", tiers, {"salt"}),
                 (a_hit_is_the_least_of_the_pools_lengths, "lfm2", partial, {"partial"}),
                 (nothing_is_kept_where_prompts_end, "lfm2", conversation, {"conversation"}),
+                (the_length_of_a_window_is_forgotten, "gemma3", tiers, EVERY_TIER),
+                (answers_change_each_others_rounding, "lfm2", together, {"together"}),
+                (answers_are_kept_in_every_mode, "lfm2", together, {"together"}),
                 (pages_are_known_in_every_chunk, "gpt_oss", together, {"together"}),
                 (answers_are_not_kept, "lfm2", answers, {"answers"}),
                 (nothing_is_checked, "lfm2", damages, {"a bit in host", "a bit in storage"}),

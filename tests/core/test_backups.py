@@ -6,7 +6,7 @@ from kvarve.core.backups import BACK_OFF_S, BUSY_S, LOOK_AGAIN_S, MAX_BACK_OFF_S
 from kvarve.core.effects import Copy
 from kvarve.core.lease import Phase
 from kvarve.keys import KEY_BYTES, names, pack, root_key
-from kvarve.model import Tier
+from kvarve.model import PoolSpec, Tier
 from kvarve.testing.world import ATTENTION, STATE, World, config, fork, prompt, runs
 from kvarve.testing.world.scenes import PAGE_TOKENS
 
@@ -308,6 +308,24 @@ def test_a_beginning_that_many_share_has_proven_itself_as_far_as_they_share_it()
         world.request(fork(6, word, more=20))
     names = {world._key(prompt(6), at, "") for at in range(6)}
     assert names <= {key for key, _, _ in world.storage.objects}
+
+
+@pytest.mark.parametrize("pool", [ATTENTION, STATE], ids=lambda pool: pool.name)
+def test_in_a_pause_all_that_a_request_resumes_from_has_been_used_once_more(pool: PoolSpec) -> None:
+    """Also where no page rests on those before it."""
+    pays = {"offload_pays_at": 0.5, "offload_horizon_bytes": pool.payload_bytes}
+    world = World(config=config(pool, host=64, storage=True, snapshot_every=PAGE_TOKENS, **pays))
+    world.request(prompt(4, seed=9))
+    before = len(world.storage.objects)
+    write(world, 0, pages=6)
+    lease = world.start(fork(3, 7), read=False)  # so the first six pages are two runs now
+    world.grow(lease, 6)
+    world.publish(lease, 6)
+    world.close(lease)
+    world.settle()
+    assert world.core.governor.paused and len(world.storage.objects) == before
+    world.request(prompt(6))
+    assert len(world.storage.objects) == before + 6
 
 
 def test_what_storage_saved_is_counted_in_tokens_and_bytes_and_keeps_storing_going() -> None:

@@ -1,5 +1,6 @@
 """Pages that are lost or corrupted in the host or in storage: never used, counted, and replaced."""
 
+import pytest
 from flights import in_flight
 
 from kvarve.core.effects import Copy
@@ -42,10 +43,13 @@ def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_
     assert len(world.storage.objects) == 4
 
 
-def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_still_read() -> None:
-    world = World(config=config(ATTENTION, STATE, device=8, host=64))
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_still_read(policy: str) -> None:
+    world = World(config=config(ATTENTION, STATE, device=8, host=64, write_policy=policy))
     world.request(prompt(4))
-    world.flush(DEVICE)
+    for _ in range(2):  # under write-back the first copies them down
+        world.flush(DEVICE)
+        world.settle()
     world.rot(HOST, 3, prompt(4), pool=1)
     one, two = world.start(prompt(4)), world.start(prompt(4))
     first, second = world.flying
@@ -54,7 +58,7 @@ def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_
     world.compute(one, rest=False)
     assert world.resident(DEVICE, pool=1) == 1
     world.flush(DEVICE)
-    assert world.resident(DEVICE, pool=1) == 0
+    assert world.resident(DEVICE, pool=1) == 0 and [*world.flying] == [second], "and none goes down in vain"
     world.step([world.end(second)])
     assert world.hit(prompt(4)) == (0, 0), "there was none but the bad one"
 

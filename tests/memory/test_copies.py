@@ -137,6 +137,22 @@ def test_a_gather_of_many_pages_takes_little_memory_beside_them() -> None:
     assert torch.equal(back.buffers["layers.0.keys"], device.buffers["layers.0.keys"])
 
 
+@pytest.mark.parametrize(("most_bytes", "rows"), [(160, [5, 5, 2]), (90, [2] * 6), (1, [1] * 12)])
+def test_a_gather_takes_as_many_rows_at_once_as_it_may_and_at_least_one(
+    most_bytes: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, at = torch.arange(48).view(12, 4), torch.zeros(12, 4, dtype=torch.int64), torch.arange(12)
+    taken, select = list[int](), Tensor.index_select
+
+    def counted(self: Tensor, dim: int, some: Tensor) -> Tensor:
+        taken.append(len(some))
+        return select(self, dim, some)
+
+    monkeypatch.setattr(Tensor, "index_select", counted)
+    by_gather(target, source, at, at.flip(0), most_bytes=most_bytes)
+    assert taken == rows and torch.equal(target, source.flip(0))
+
+
 class CountedEvent(torch.cpu.Event):
     awaited = 0
 

@@ -29,6 +29,7 @@ from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.model import Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
+from kvarve.transfer import storage_connection
 
 OTHER = prompt(8.5, seed=3)
 LONG_S = 20.0
@@ -248,6 +249,22 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
+def test_figures_of_a_store_that_hangs_are_those_it_gave_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = a_store()
+    cache = make(store)
+    run(cache, LONG)
+    settle(cache)
+    monkeypatch.setattr(storage_connection, "USAGE_S", LONG_S)
+    usage = cache.usage()
+    assert usage is not None and usage.objects > 0
+    monkeypatch.setattr(storage_connection, "USAGE_S", 0.01)
+    store.stall()
+    stalled = threads("kvarve")
+    assert [cache.usage() for _ in range(5)] == [usage] * 5
+    assert len({*threads("kvarve")} - {*stalled}) <= 1, "one thread hangs, however often `usage` is called"
+    store.release()
+
+
 # --- up and down
 
 
@@ -274,6 +291,30 @@ def test_a_store_that_is_down_is_not_asked_and_it_or_another_gets_what_was_writt
     settle(cache)
     cache.flush()
     assert run(cache, LONG) == (0, 0, ALL)
+
+
+def test_requests_that_wait_for_a_hung_storage_resume_at_its_deadline_and_others_never_wait(make: Make) -> None:
+    filled, clock = a_store(), Clock()
+    cache = make(filled, clock, prefetch_base_s=99.0, prefetch_per_ki_token_s=9.0, storage_deadline_s=7.0)
+    run(cache, LONG)
+    settle(cache)
+    filled.stall()
+    waits = Request(cache, OTHER)
+    filled.wait_for_stalled_call()
+    assert not cache.claim(waits.lease)
+    assert run(cache, LONG) == (ALL, 0, 0), "a request that needs no page of it is not delayed: the clock stood still"
+    clock.now += 7.01
+    cache.step()
+    assert not cache.up
+    assert cache.claim(waits.lease), "its patience is longer than that"
+    waits.compute().close()
+    assert run(cache, prompt(8.5, seed=5)) == (0, 0, 0), "misses cost nothing now"
+    filled.release()
+    until(cache, lambda: cache.up)
+    settle(cache)
+    cache.flush()
+    assert run(cache, OTHER) == (0, 0, ALL)
+    until(cache, lambda: nothing_is_left(cache))  # a call that hung may still be on its way back
 
 
 # --- a failed change has no effect

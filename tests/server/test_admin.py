@@ -151,6 +151,19 @@ def test_what_cannot_be_attached_is_refused_and_nothing_has_changed(
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
+def test_a_bug_in_a_backend_is_one_line_and_changes_nothing(
+    client: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(label: bytes, description: str) -> Storage:
+        raise RuntimeError("half way")
+
+    plug_in(monkeypatch, "odd", fails)
+    attach(client, tmp_path / "old")
+    message = refused(client.put(STORAGE, json={"url": "odd://x?capacity=64MiB"}), 500)
+    assert message == "odd://x?capacity=64MiB: it cannot be opened: RuntimeError: half way"
+    assert done(client.get(STORAGE))["up"] is True
+
+
 def test_while_a_storage_is_slow_to_open_requests_are_served_and_no_second_change_begins(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, song: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 import socket
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import uvicorn
-from servers import held, settings
+from servers import SHAPE, held, settings
 from talk import COMPLETIONS, LONG_S, metrics, until
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
@@ -342,3 +343,32 @@ def test_descriptors_are_raised_to_what_the_system_allows_and_half_of_them_are_f
     )
     done = forks.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{hard} {hard} {most}"
+
+
+@pytest.mark.long
+def test_a_server_with_few_descriptors_serves_beside_more_half_open_connections_and_logs_little(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    ready, log = tmp_path / "ready", tmp_path / "log"
+    words = ["serve", "--model", str(checkpoint), "--port", "0", "--ready-file", str(ready), *SHAPE]
+    code = (
+        "import resource, sys\nfrom kvarve.cli import main\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))\nsys.exit(main({words!r}))"
+    )
+    with log.open("w") as file, ExitStack() as opened:
+        process = forks.Popen([sys.executable, "-c", code], stdout=file, stderr=file)
+        opened.callback(process.wait)
+        opened.callback(process.kill)
+        while not ready.exists():
+            assert process.poll() is None, log.read_text()
+        url = httpx.URL(ready.read_text().strip())
+        for i in range(400):
+            connection = opened.enter_context(socket.create_connection((url.host, url.port or 0), timeout=LONG_S))
+            connection.sendall((b"GET / HT", b"nonsense\r\n\r\n")[i % 2])
+        with httpx.Client(base_url=url, timeout=LONG_S) as client:
+            assert client.post(COMPLETIONS, content=BODY).status_code == 200
+            assert metrics(client)["kvarve_connections"] <= 128
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG_S) == 0
+    said = log.read_text()
+    assert len(said) < 16 << 10 and "Too many open files" not in said and "Invalid HTTP request" in said

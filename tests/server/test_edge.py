@@ -88,6 +88,24 @@ def test_a_server_with_a_certificate_speaks_https_alone_and_shows_a_renewed_one(
         assert complete(client, song, max_tokens=1), "connections that were open go on"
 
 
+@pytest.mark.long
+def test_a_stranger_that_sends_without_end_over_tls_is_hung_up_on(
+    checkpoint: Path, tmp_path: Path, ca: trustme.CA
+) -> None:
+    files, context = written(ca.issue_cert("127.0.0.1"), tmp_path), trusting(ca)
+    with Server(settings(checkpoint, **files)) as server:
+        url = httpx.URL(server.url)
+        with (
+            socket.create_connection((url.host, url.port or 0)) as link,
+            context.wrap_socket(link, server_hostname=url.host) as stranger,
+        ):
+            stranger.sendall(b"POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
+            assert stranger.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+            with pytest.raises(OSError):  # it lingers a second, and reads little
+                while True:
+                    stranger.sendall(b"x" * 4096)
+
+
 def test_connections_on_which_tls_never_begins_lock_out_nobody(
     checkpoint: Path, tmp_path: Path, ca: trustme.CA, song: str
 ) -> None:

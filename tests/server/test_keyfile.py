@@ -1,6 +1,7 @@
 """A file of API keys: what it may say, how it is made, and that a running server follows it."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def test_a_file_that_is_not_there_or_is_no_text_is_refused(file: Path) -> None:
         read_keys(file)
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
+        read_keys(file)
+
+
+def test_a_pipe_is_refused_and_not_read(file: Path) -> None:
+    os.mkfifo(file)  # as kvarve serve --api-keys <(decrypt keys)
+    with pytest.raises(ConfigError, match="not a file"):
         read_keys(file)
 
 

@@ -195,3 +195,32 @@ def test_a_page_that_loses_its_server_says_so_and_recovers(page: Chrome, checkpo
         with httpx.Client(base_url=server.url, timeout=LONG_S) as client:
             complete(client, song)
         see(page, lambda: len(all_of(page, "#requests tr[data-request]")) == 1)
+
+
+@pytest.mark.long
+def test_an_engine_that_has_stopped_is_the_first_thing_on_the_page(page: Chrome, own_server: Server) -> None:
+    def breaks() -> None:
+        raise AssertionError("a law of the core")
+
+    opened(page, own_server.url)
+    with pytest.raises(AssertionError):
+        own_server.engine.ask(breaks, LONG_S)
+    see(page, lambda: text(page, "#state") == "the engine has stopped")
+    assert "a law of the core" in text(page, "#trouble")
+
+
+@pytest.mark.long
+def test_it_is_read_on_a_narrow_and_dark_screen(page: Chrome, own_server: Server) -> None:
+    opened(page, own_server.url)
+    light = page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
+    page.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    )
+    metrics = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        assert page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color") != light
+        assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

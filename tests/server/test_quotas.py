@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvarve.server.keyfile import Key
-from kvarve.server.quotas import OverQuota, Quotas, Visit
+from kvarve.server.quotas import MOST_WAIT_S, OverQuota, Quotas, Visit
 
 MINUTE_S = 60.0
 
@@ -90,6 +90,16 @@ def test_an_answer_counts_while_it_is_computed(quotas: Quotas) -> None:
     assert quotas.counts()["output_tokens"] == {"a": 99} and quotas.counts()["running"] == {"a": 1}
 
 
+def test_the_time_of_a_full_bucket_is_not_kept_for_a_long_answer(quotas: Quotas, clock: Clock) -> None:
+    mine = key(tokens_per_minute=60)
+    running = quotas.begin(mine)
+    clock.now += MINUTE_S  # nothing was used of the first minute
+    running.answered(60)
+    running.end()
+    with pytest.raises(OverQuota):
+        quotas.begin(mine)
+
+
 def test_so_many_requests_run_at_once_and_one_that_ends_makes_room(quotas: Quotas) -> None:
     mine = key(concurrent_requests=2)
     first, _ = quotas.begin(mine), quotas.begin(mine)
@@ -101,12 +111,31 @@ def test_so_many_requests_run_at_once_and_one_that_ends_makes_room(quotas: Quota
     assert quotas.counts()["running"] == {"a": 2}
 
 
+def test_a_refused_request_takes_nothing(quotas: Quotas) -> None:
+    mine = key(requests_per_minute=2, concurrent_requests=1)
+    visit = quotas.begin(mine)
+    for _ in range(5):
+        with pytest.raises(OverQuota):
+            quotas.begin(mine)
+    visit.end()
+    quotas.begin(mine)
+    assert quotas.counts()["refused"] == {"a.concurrent_requests": 5} and quotas.counts()["requests"] == {"a": 2}
+
+
 def test_a_changed_limit_counts_at_once_and_what_was_used_stays_used(quotas: Quotas) -> None:
     used(quotas, key(tokens_per_minute=1000), 900, 0)
     with pytest.raises(OverQuota):
         used(quotas, key(tokens_per_minute=1), 1, 0), used(quotas, key(tokens_per_minute=1), 1, 0)
     used(quotas, key(), 10**9, 0)
     used(quotas, key(tokens_per_minute=1), 1, 0)
+
+
+def test_no_wait_is_longer_than_an_hour(quotas: Quotas) -> None:
+    mine = key(tokens_per_minute=1)
+    used(quotas, mine, 10**12, 0)
+    with pytest.raises(OverQuota) as over:
+        quotas.begin(mine)
+    assert over.value.wait_s == MOST_WAIT_S
 
 
 @pytest.mark.parametrize("seed", range(5))

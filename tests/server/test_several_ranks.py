@@ -127,11 +127,14 @@ class Operator:
     def __init__(self, client: httpx.Client, folder: Path, seed: int) -> None:
         self._client, self._dice = client, random.Random(seed)
         self.urls = [f"file://{folder}/{name}?capacity=64MiB" for name in ("one", "other")]
+        (folder / "no-folder").touch()
+        self._impossible = f"file://{folder}/no-folder/store?capacity=64MiB"
         self.answers: Counter[tuple[str, int]] = Counter()
         self.now = self._state()
 
     def change(self) -> None:
-        match kind := self._dice.choice(["attach", "attach", "detach", "flush", "at once"]):
+        """The server says why if it refuses, and then is as it was."""
+        match kind := self._dice.choice(["attach", "attach", "detach", "flush", "at once", "misspelt", "impossible"]):
             case "attach":
                 self.attach(self._dice.choice(self.urls), **self._some_policies())
             case "detach":
@@ -139,6 +142,11 @@ class Operator:
             case "flush":
                 flush = self._client.post("/flush_cache", params={"timeout": "20"}, headers=ADMIN)
                 self._made(kind, flush, self.now)
+            case "misspelt":
+                policy = self._dice.choice([*POLICIES])
+                self._refused(kind, self._put(self.urls[0], **{policy: "write_thru"}), 400, "unknown .*write_thru")
+            case "impossible":
+                self._refused(kind, self._put(self._impossible), 500, "no-folder")
             case "at once":  # the second is refused if the first one is still under way
                 with ThreadPoolExecutor(2) as both:
                     answers = [*both.map(self._put, self.urls)]
@@ -164,6 +172,10 @@ class Operator:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "busy"), answer.text
             now = now if self._state() == now else self.now
         self.now = now
+
+    def _refused(self, kind: str, answer: httpx.Response, status: int, why: str) -> None:
+        self.answers[kind, answer.status_code] += 1
+        assert answer.status_code == status and re.search(why, answer.text), answer.text
 
     def _state(self) -> dict[str, Any]:
         told = self._client.get("/admin/storage", headers=ADMIN).json()
@@ -205,6 +217,7 @@ def test_changes_of_the_storage_under_traffic_are_made_on_all_ranks_or_none(chan
         for kind in ("attach", "detach", "flush"):
             tries = sum(count for (each, _), count in operator.answers.items() if each == kind)
             assert operator.answers[kind, 200] >= tries / 2 > 0, kind
+        assert operator.answers["misspelt", 400] and operator.answers["impossible", 500]
         # All ranks have made the last change: they report, and compare what they have decided, in each of these turns.
         operator.attach(operator.urls[0], write_policy="write_through", prefetch_policy="wait_complete", back_up=True)
         assert client.post("/flush_cache", headers=ADMIN).status_code == 200
