@@ -105,6 +105,36 @@ def test_write_back_demotes_before_it_drops() -> None:
     assert world.request(prompt(6)).from_tiers() == (0, 0, 6)
 
 
+@pytest.mark.parametrize(
+    ("slots", "cut", "lengths"),
+    [
+        ({"device": [8, 2], "host": [2, 3]}, {"host": (2, [1, 1], [1, 1])}, [4, 4]),
+        ({"device": [8, 3], "host": [2, 3]}, {"device": (4, [2, 1], [1, 1])}, [3, 3, 1]),
+    ],
+    ids=["pools of their own", "pools that share the device"],
+)
+def test_a_run_of_which_nothing_could_be_evicted_is_evicted_later(
+    slots: dict[str, list[int]], cut: dict[str, tuple[int, list[int], list[int]]], lengths: list[int]
+) -> None:
+    """Its pages are to be copied down first, and the host has no slot for them."""
+    world = World(config=config(ATTENTION, STATE, **slots, cut=cut, storage=True, write_policy="write_back"))
+    for seed, pages in enumerate(lengths):
+        lease = world.start(prompt(pages, seed=seed))
+        while not lease.ready:
+            world.step([world.end(op) for op in [*world.flying]])
+            world.claim(lease)
+        world.grow(lease, pages)
+        world.publish(lease, pages)
+        world.close(lease)
+    world.settle()
+    for _ in range(8):
+        world.flush(DEVICE)
+        world.settle()
+        world.flush(HOST)
+        world.settle()
+    assert world.resident(DEVICE) == world.resident(DEVICE, pool=1) == 0
+
+
 def test_a_run_with_more_states_than_the_host_holds_comes_to_rest() -> None:
     world = World(config=config(ATTENTION, STATE, device=32, host=[32, 2], snapshot_every=2 * PAGE_TOKENS))
     world.request(prompt(8))
