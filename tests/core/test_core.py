@@ -1,5 +1,6 @@
 """A request's life in the core by example: side by side with others, its private copies, limits and illegal calls."""
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -147,6 +148,19 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
         ({"salt_share": 1.5}, "one salt"),
         ({"offload_horizon_bytes": -1}, "cannot be negative"),
         ({"snapshot_gap": -1}, "give 0 or more"),
+        ({"snapshot_every": -1}, "give 0 or more"),
+        ({"host": -1}, "attention: -1 slots on the host"),
+        ({"backup_bytes": -1}, "less than no bytes"),
+        ({"write_policy": "write_never"}, "known: write_through"),
+        ({"selective_uses": 0}, "at least 1"),
+        ({"storage_deadline_s": 0.0}, "above zero"),
+        ({"prefetch_per_ki_token_s": inf}, "a wait needs an end"),
+        ({"cost_doubles_at": -1}, "as much as all else"),
+        ({"states": -1}, "give 0 or more"),
+        ({"fetch_at_least": -1}, "cannot be negative"),
+        ({"host_share": 0.0}, "above 0 and at most 1"),
+        ({"offload_pays_at": inf}, "finite"),
+        ({"hash_sample": 1.5}, "is 0 to 1"),
     ],
     ids=str,
 )
@@ -160,3 +174,12 @@ def test_a_cache_needs_slots_and_a_storage_needs_a_host() -> None:
         CoreConfig((ATTENTION,), {})
     with pytest.raises(ConfigError, match="host"):
         Core(config(ATTENTION)).attach()
+
+
+def test_closing_twice_changes_nothing() -> None:
+    world = World(config=config(ATTENTION))
+    lease = world.open(prompt(2))
+    world.close(lease)
+    before = dump(world.core)
+    world.core.close(lease)
+    assert dump(world.core) == before

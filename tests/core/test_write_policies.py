@@ -5,7 +5,8 @@ from flights import copies, fetching
 
 from kvarve.core.backups import RETRY_BUDGET
 from kvarve.core.effects import Probe
-from kvarve.core.policies import WAIT_COMPLETE
+from kvarve.core.governor import SAMPLE
+from kvarve.core.policies import WAIT_COMPLETE, WritePolicy
 from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
 
@@ -104,10 +105,73 @@ def test_write_back_demotes_before_it_drops() -> None:
     assert world.request(prompt(6)).from_tiers() == (0, 0, 6)
 
 
+@pytest.mark.parametrize(
+    ("slots", "cut", "lengths"),
+    [
+        ({"device": [8, 2], "host": [2, 3]}, {"host": (2, [1, 1], [1, 1])}, [4, 4]),
+        ({"device": [8, 3], "host": [2, 3]}, {"device": (4, [2, 1], [1, 1])}, [3, 3, 1]),
+    ],
+    ids=["pools of their own", "pools that share the device"],
+)
+def test_a_run_of_which_nothing_could_be_evicted_is_evicted_later(
+    slots: dict[str, list[int]], cut: dict[str, tuple[int, list[int], list[int]]], lengths: list[int]
+) -> None:
+    """Its pages are to be copied down first, and the host has no slot for them."""
+    world = World(config=config(ATTENTION, STATE, **slots, cut=cut, storage=True, write_policy="write_back"))
+    for seed, pages in enumerate(lengths):
+        lease = world.start(prompt(pages, seed=seed))
+        while not lease.ready:
+            world.step([world.end(op) for op in [*world.flying]])
+            world.claim(lease)
+        world.grow(lease, pages)
+        world.publish(lease, pages)
+        world.close(lease)
+    world.settle()
+    for _ in range(8):
+        world.flush(DEVICE)
+        world.settle()
+        world.flush(HOST)
+        world.settle()
+    assert world.resident(DEVICE) == world.resident(DEVICE, pool=1) == 0
+
+
 def test_a_run_with_more_states_than_the_host_holds_comes_to_rest() -> None:
     world = World(config=config(ATTENTION, STATE, device=32, host=[32, 2], snapshot_every=2 * PAGE_TOKENS))
     world.request(prompt(8))
     assert world.resident(HOST, pool=1) == 2
+
+
+def test_another_write_policy_holds_for_what_is_used_from_then_on_and_what_was_dirty_stays_dirty() -> None:
+    world = World(config=config(ATTENTION, host=64, write_policy="write_back"))
+    world.request(prompt(4))
+    world.core.write_by(WritePolicy.WRITE_THROUGH)
+    world.settle()
+    assert world.resident(HOST) == 0, "it was not dirty"
+    world.request(prompt(4))
+    assert world.resident(HOST) == 4
+    lease = world.start(prompt(4, seed=1))
+    world.grow(lease, 4)
+    world.publish(lease, 4)
+    world.core.write_by(WritePolicy.WRITE_BACK)
+    world.close(lease)
+    world.settle()
+    assert world.resident(HOST) == 8
+    world.request(prompt(4, seed=2))
+    assert world.resident(HOST) == 8
+
+
+def test_what_a_pause_held_back_goes_to_storage_when_storing_pays_again() -> None:
+    page_bytes = ATTENTION.payload_bytes
+    policies = {"offload_pays_at": 0.5, "offload_horizon_bytes": 2 * SAMPLE * page_bytes}
+    world = World(config=config(ATTENTION, device=256, host=256, storage=True, **policies))
+    governor, seeds = world.core.backups.governor, range(64)
+    governor.reset(paused=True)
+    governor.used_bytes = page_bytes  # of the sample, some was used
+    for seed in seeds:
+        world.request(prompt(1, seed=seed))
+        if not governor.paused:
+            break
+    assert 2 < seed < 63 and len(world.storage.objects) == seed + 1, "two of the sample were stored"
 
 
 # --- a storage that is attached and detached

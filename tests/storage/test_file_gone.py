@@ -1,7 +1,9 @@
 """Files that a store has open are removed: it never answers True for lost objects, and continues if it can."""
 
 import errno
+import itertools
 import os
+import queue
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from file_disks import MIB, Clockwork, Rigged, model_of, total
 from file_pages import intact, intact_anew, names, pages, store
 
 from kvarve.errors import StorageError
+from kvarve.storage.breaker import Breaker
 from kvarve.testing.suite import LABEL, OTHER_LABEL, put
 
 SOME = pages("full", *range(12)) + pages("window", 1, 2)
@@ -73,6 +76,26 @@ def test_a_folder_that_was_emptied_is_used_again(filled, quick, folder, call, wh
     beside.close()
     filled.close()
     assert intact_anew(folder, SOME) == set(SOME), "and it is there after a restart"
+
+
+def test_behind_a_breaker_a_store_that_is_gone_is_down_and_up_again_when_it_has_a_place(filled, folder):
+    turns, probes = queue.Queue(), itertools.count(1)
+
+    def pause(*_: object) -> None:
+        if next(probes) == 4:
+            folder.mkdir()
+
+    storage = Breaker(filled, deadline_s=30.0, changed=lambda: turns.put(storage.up), pause=pause)
+    assert all(storage.exists(names(SOME)))
+    shutil.rmtree(folder)
+    for _ in range(3):
+        with pytest.raises(StorageError):
+            storage.exists(names(SOME))
+    assert [turns.get(timeout=60) for _ in range(2)] == [False, True] and next(probes) > 4
+    assert storage.exists(names(SOME)) == [False] * len(SOME)
+    assert storage.put([SOME[0].name], [SOME[0].record()]) == [True]
+    assert storage.exists(names(SOME[:1])) == [True]
+    storage.close()
 
 
 def test_a_folder_that_comes_back_is_as_it_was(filled, folder, tmp_path):

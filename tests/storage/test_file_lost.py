@@ -5,10 +5,11 @@ import random
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import inspect_files
 import pytest
-from file_disks import MIB, Open, WithoutSync, total, trouble
+from file_disks import MIB, Open, WithoutSync, file_name, total, trouble
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
@@ -129,6 +130,42 @@ def test_slots_without_a_table_are_said_unless_a_cut_may_have_left_them(
         assert main(["storage", "verify", str(folder)]) == 0
         opened(512 << 10)
         assert warned(caplog.text, said) == 1, "as a slab is left that is being made"
+
+
+def test_entries_on_a_bad_sector_are_counted_once_and_are_there_again_if_it_is_read_again(filled, opened) -> None:
+    class BadSector(WithoutSync):
+        """The first entry of each table."""
+
+        bad = True
+
+        def _maybe(self, file: int, at: int, size_bytes: int) -> None:
+            if self.bad and file_name(file).endswith(".table") and at <= ENTRY_BYTES < at + size_bytes:
+                raise trouble()
+
+        def peek(self, file: int, size_bytes: int, at: int) -> bytes:
+            self._maybe(file, at, size_bytes)
+            return super().peek(file, size_bytes, at)
+
+        def read(self, file: int, into: Any, at: int) -> int:
+            self._maybe(file, at, sum(len(each) for each in into))
+            return super().read(file, into, at)
+
+    disk = BadSector()
+    storage = opened(512 << 10, disk=disk)
+    lost = storage.usage().lost
+    assert lost == len(filled) == len(NAMES) - sum(storage.exists(NAMES))
+    for i in range(3):
+        put(storage, **{f"more-{i}": b"1"})
+    assert storage.usage().lost == lost
+    disk.bad = False
+    put(storage, more=b"1")
+    assert all(storage.exists(NAMES))
+
+
+def test_a_damaged_clock_is_said(filled, opened, caplog) -> None:
+    flip(filled[0].with_name("clock"), random.Random(1), 3)
+    opened(512 << 10)
+    assert warned(caplog.text, "clock") == 1
 
 
 def test_the_room_of_the_disk_is_told_until_it_cannot_be(opened) -> None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from file_disks import MIB, Open, Rigged, WithoutSync, everything, trouble
+from file_disks import MIB, Open, Rigged, WithoutSync, everything, throw, trouble
 
 from kvarve.cli import main
 from kvarve.errors import StorageError
@@ -116,6 +116,26 @@ def test_a_server_starts_without_a_damaged_storage_and_uses_it_once_it_is_mended
     storage.close()
     with pytest.raises(StorageError, match="closed"):
         storage.exists(["a"])
+
+
+def test_one_damaged_tier_of_two_costs_that_one_alone(filled: Path, tmp_path: Path) -> None:
+    (filled / MARKER).write_bytes(b"{")
+    (filled / "models").rename(tmp_path / "models")
+    urls = [f"file://{filled}?capacity=1MiB", f"file://{tmp_path}/far?capacity=1MiB"]
+    storage = open_storage(urls, label=LABEL, description="model A", answers=False)
+    assert put(storage, b=b"2") == [True]
+    assert get(storage, "b") == b"2"
+    storage.close()
+
+
+def test_a_disk_that_answers_nothing_when_the_store_is_opened_is_damage(filled: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", lambda *_: throw(trouble()))
+        storage = open_storage(f"file://{filled}?capacity=1MiB", label=LABEL, description="model A", answers=False)
+        with pytest.raises(Damaged, match="Input/output error"):
+            storage.exists(["a"])
+    assert get(storage, "a") == b"1"
+    storage.close()
 
 
 @pytest.mark.parametrize("version", ["kvarve-slabs/44", "kvarve-slabs/1", "kvarve-files/4"])

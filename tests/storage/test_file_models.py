@@ -138,6 +138,21 @@ def test_an_idle_models_times_in_the_future_do_not_keep_it_for_ever(opened, fold
     assert kept(other, names("b", 140, 220)) == 80
 
 
+def test_an_idle_models_order_of_use_is_what_its_processes_left_even_if_they_were_killed(opened):
+    disk = Clockwork()
+    storage = opened(CAPACITY, disk=disk)
+    fill(storage, disk, names("a", 0, 60))
+    disk.elapse(HOUR_S)
+    assert all(get(storage, name) is not None for name in names("a", 0, 10))
+    inspect_files.die(storage)
+    other = opened(CAPACITY, OTHER_LABEL, "model B", disk=disk)
+    fill(other, disk, names("b", 0, 60), every_s=0.1)
+    other.close()
+    storage = opened(CAPACITY, disk=disk)
+    assert kept(storage, names("a", 0, 10)) == 10
+    assert kept(storage, names("a", 20, 60)) < 40
+
+
 def test_slabs_that_one_call_has_filled_have_an_order():
     """Means of 10**18 ns were floats, with steps of 128 ns: which slab was evicted was chance."""
     now_ns = 1_700_000_000_000_000_000

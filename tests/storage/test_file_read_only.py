@@ -9,12 +9,13 @@ from pathlib import Path
 
 import inspect_files
 import pytest
-from file_disks import MIB, Rigged, Untouched, WithoutSync, everything, total
+from file_disks import MIB, Rigged, Untouched, WithoutSync, everything, total, trouble
 from file_pages import CAPACITY, NAMESPACE, Page, Quick, intact, pages, store
 
 from kvarve.cli import main
 from kvarve.storage import FileStorage
 from kvarve.storage.file import maintenance
+from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.folder import check_folder
 from kvarve.storage.file.table import ENTRY_BYTES, Shape, pack_header, slot_bytes_for, unpack_header
 from kvarve.testing.suite import OTHER_LABEL, get, put
@@ -281,3 +282,51 @@ def test_a_file_that_cannot_be_read_costs_a_check_that_file_alone(store_of_two, 
     assert len(lost) == (not whole) and all(f"{MODEL}/slab-000000" in each for each in lost)
     assert {page.name for page in pages("window", 1, 2)} <= found
     assert ({page.name for page in pages("full", *range(12))} <= found) is whole
+
+
+class Unreadable(WithoutSync):
+    """A file of this name, in the model's folder, cannot be read, or not even be opened; or the folder itself."""
+
+    def __init__(self, name: str, error: int) -> None:
+        self.name, self.error = name, error
+
+    def peek(self, file: int, size_bytes: int, at: int) -> bytes:
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        self._maybe(path.name if path.parent.name == MODEL else "", errno.EIO, errno.EBADMSG)
+        return super().peek(file, size_bytes, at)
+
+    def open(self, folder: Directory, name: str, **how: bool) -> int:
+        self._maybe(name if folder.path.name == MODEL else "", errno.EACCES)
+        return super().open(folder, name, **how)
+
+    def enter_below(self, folder: Directory, name: str) -> Directory:
+        self._maybe(name, errno.EACCES)
+        return super().enter_below(folder, name)
+
+    def _maybe(self, name: str, *errors: int) -> None:
+        if name == self.name and self.error in errors:
+            raise trouble(self.error)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("model.json", errno.EIO), ("model.json", errno.EBADMSG), (MODEL, errno.EACCES)]
+)
+def test_a_model_that_cannot_be_read_hinders_no_other_models_opening_and_is_reported(
+    store_of_two, name, error, caplog, capsys, monkeypatch
+):
+    disk = Unreadable(name, error)
+    other = FileStorage(store_of_two, MIB, OTHER_LABEL, "model B", disk=disk)
+    for at in range(0, 100, 10):
+        assert all(put(other, **{f"page-{i}": bytes(4096) for i in range(at, at + 10)}))
+    other.close()
+    assert caplog.text.count("cannot be read") == 1, "said once"
+    monkeypatch.setattr("kvarve.storage.file.maintenance.Disk", lambda: disk)
+    for does in ("stat", "ls"):
+        assert main(["storage", does, str(store_of_two)]) == 0
+        assert ("cannot be read" in capsys.readouterr().out) == (does == "stat")
+
+
+def test_a_clock_that_cannot_be_read_hinders_no_opening(store_of_two):
+    storage = FileStorage(store_of_two, MIB, LABEL, "model A", disk=Unreadable("clock", errno.EIO))
+    assert intact(storage, pages("full", *range(12))) == set(pages("full", *range(12)))
+    storage.close()

@@ -215,6 +215,18 @@ def test_rows_are_not_reused_while_threads_write_for_a_put_that_was_interrupted(
 # --- a disk that is smaller than the capacity
 
 
+def test_rows_stay_locked_by_no_call_that_failed_to_lock_others(quick):
+    disk, some, more = Rigged(), pages("full", *range(20)), pages("full", *range(20, 50))
+    storage = quick(disk, 8 * MIB)
+    assert all(store(storage, some))
+    storage.delete(names(some[::2]))
+    disk.fail(trouble(errno.ENOLCK), "lock_range", skip=2)
+    with pytest.raises((OSError, StorageError)):
+        store(storage, more)
+    assert inspect_files.seized(storage) == 0
+    assert all(store(storage, more))
+
+
 def test_a_removed_slab_frees_its_bytes_although_an_idle_process_has_it_open(quick):
     idle, busy = quick(), quick()
     assert all(store(idle, pages("full", *range(30))))

@@ -84,6 +84,22 @@ def test_an_extent_of_many_slots_is_emptied_whole_but_for_what_is_read() -> None
     audit(table)
 
 
+def test_two_sizes_in_use_do_not_take_their_room_from_each_other_in_turn() -> None:
+    table, moved = SlotTable(64 * K, None, FIRST), 0
+    for number in range(1000):
+        name, slots, now = [f"n{number}"], 1 + 3 * (number % 2), float(number)
+        for _ in range(2):
+            (slot,) = table.reserve(LABEL, number, name, [slots * K], 60.0, now)
+            if isinstance(slot, Slot):
+                table.commit(LABEL, number, name, [slot], [1], now)
+                break
+            retired = table.retired([])
+            moved += len(retired)
+            table.removed(retired)
+    assert moved < 100, "the oldest of both are about equally old"
+    audit(table)
+
+
 def test_quarantine_is_longer_than_a_deadline_that_was_noticed_late() -> None:
     table = SlotTable(K, None, FIRST)
     table.reserve(LABEL, 1, ["a"], [K], 10.0, 0.0)
