@@ -201,6 +201,20 @@ def test_gpus_that_differ_are_told_apart(monkeypatch: pytest.MonkeyPatch, change
     assert numerics([torch.device("cuda:0")]) != numerics([CPU]) != said[1]
 
 
+def test_what_a_gpu_may_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: a_gpu())
+    gpu, before, said = torch.device("cuda:0"), torch.backends.cuda.matmul.allow_tf32, []
+    try:
+        for allowed in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            said.append(numerics([gpu]))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert said[0] != said[1]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert numerics([gpu]) not in said
+
+
 # --- models without an identity
 
 
@@ -323,6 +337,18 @@ def test_a_model_that_was_changed_is_noticed(change: Callable[[Any], None], told
     change(model)
     with pytest.raises(ModelError, match=f"no longer the model whose pages these are: {told}"):
         marks.require_same(model)
+
+
+def test_a_model_that_was_changed_back_is_the_same() -> None:
+    model = adapt(tiny_model("qwen3"), "poet", "lawyer")
+    marks = Marks.of(model)
+    for layer in adapted(model):
+        layer.set_adapter("lawyer")
+    with pytest.raises(ModelError, match=r"its adapters are lawyer .*, and were poet"):
+        marks.require_same(model)
+    for layer in adapted(model):
+        layer.set_adapter("poet")
+    marks.require_same(model)
 
 
 def test_the_threads_are_all_that_is_left_out_of_the_numerics_for_any_number_of_ranks() -> None:
