@@ -203,16 +203,20 @@ def test_gpus_that_differ_are_told_apart(monkeypatch: pytest.MonkeyPatch, change
 
 def test_what_a_gpu_may_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: a_gpu())
-    gpu, before, said = torch.device("cuda:0"), torch.backends.cuda.matmul.allow_tf32, []
+    gpu, matmul = torch.device("cuda:0"), torch.backends.cuda.matmul
+    before = matmul.allow_tf32
     try:
         for allowed in (False, True):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
-            said.append(numerics([gpu]))
+            matmul.allow_tf32 = allowed
+            assert ("with tf32+" in numerics([gpu])) == allowed
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-    assert said[0] != said[1]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert numerics([gpu]) not in said
+        matmul.allow_tf32 = before
+    for backend in torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION:
+        with torch.nn.attention.sdpa_kernel(backend):
+            told = numerics([gpu])
+        math = backend == torch.nn.attention.SDPBackend.MATH
+        assert ("+math attention" in told, "+flash attention" in told) == (math, not math)
+        assert "+efficient attention" not in told and "+cudnn attention" not in told
 
 
 # --- models without an identity
