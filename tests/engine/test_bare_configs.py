@@ -92,6 +92,11 @@ def test_what_of_a_model_cannot_be_kept_is_said(
     assert said in refused(tmp_path, model_type, **settings)
 
 
+def test_a_model_whose_shapes_depend_on_values_is_said_to_need_weights(tmp_path: Path) -> None:
+    said = refused(tmp_path, "jetmoe", hidden_size=32, num_hidden_layers=1, kv_channels=16, intermediate_size=32)
+    assert "cannot be described from its config alone: shapes depend on values that its code reads" in said
+
+
 AHEAD = {"model_type": "roformer", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 AHEAD |= {"intermediate_size": 32, "vocab_size": 300, "max_position_embeddings": 256, "initializer_range": 0.15}
 

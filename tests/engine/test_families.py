@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
 
 from engines import MIB, every_dtype, every_family
 from engines import a_model as a_loaded_model
@@ -23,7 +24,7 @@ from kvarve.errors import ConfigError, ModelError
 from kvarve.model import ModelIdentity, Tier
 from kvarve.prefix_cache import PrefixCache
 from kvarve.storage import MemoryStorage
-from kvarve.testing.models import FAMILIES, STATES_ALONE, VOCAB, tiny_config
+from kvarve.testing.models import FAMILIES, STATES_ALONE, VOCAB, tiny_config, tiny_model
 
 PAGE, CHUNK = 16, 64
 CHUNKS, TAIL = 2, 23
@@ -256,3 +257,20 @@ def test_a_model_that_forgets_between_chunks_is_refused_until_it_has_been_taught
     for position in range(CHUNK, CHUNK + 5):
         expected = forward(model, one_by_one, prompt[:, position : position + 1])
     torch.testing.assert_close(forward(model, at_once, prompt[:, CHUNK : CHUNK + 5]), expected, rtol=0, atol=1e-4)
+
+
+def test_a_mixer_that_forgets_is_found_behind_one_that_remembers() -> None:
+    """The first layer's output depends on its state, and so do all later layers."""
+    model = tiny_model("qwen3_5")
+    mixer = model.model.layers[2].linear_attn
+
+    class Forgetful(type(mixer)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+            if hidden_states.shape[1] > 1:
+                (cache,) = (value for value in kwargs.values() if isinstance(value, Cache))
+                cache.layers[2].has_previous_state[0] = False
+            return super().forward(hidden_states, **kwargs)
+
+    mixer.__class__ = Forgetful
+    with pytest.raises(ModelError, match="layer 2 forgets its state"):
+        StateLayout.of(model, PAGE, CHUNK)

@@ -1,6 +1,7 @@
 """The table of families agrees with the code, for the families it lists and for any other config."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,17 @@ def test_pages_are_as_large_as_a_model_needs_unless_told_otherwise() -> None:
     assert (facts.page_tokens, facts.chunk_tokens, facts.page_multiple, facts.shortest_hit) == (128, 256, 128, 257)
     (facts,) = survey([small], page_tokens=64)
     assert not facts.supported and "give page tokens 128" in facts.why
+
+
+def test_a_layout_that_depends_on_what_the_code_reads_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, seen = StateLayout.of, list[int]()
+
+    def of(model: Any, *sizes: int) -> StateLayout:
+        seen.append(int(torch.zeros(1, dtype=torch.long, device="meta").item()))
+        found = theirs(model, *sizes)
+        return replace(found, pools=found.pools[: 1 - seen[-1]])
+
+    monkeypatch.setattr(StateLayout, "of", of)
+    with pytest.raises(families._Opaque, match="depend on values"):
+        describe("odd", tiny_config("qwen3"), torch.bfloat16, 16, 32)
+    assert seen == [0, 1]

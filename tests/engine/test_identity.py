@@ -201,6 +201,24 @@ def test_gpus_that_differ_are_told_apart(monkeypatch: pytest.MonkeyPatch, change
     assert numerics([torch.device("cuda:0")]) != numerics([CPU]) != said[1]
 
 
+def test_what_a_gpu_may_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: a_gpu())
+    gpu, matmul = torch.device("cuda:0"), torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    try:
+        for allowed in (False, True):
+            matmul.allow_tf32 = allowed
+            assert ("with tf32+" in numerics([gpu])) == allowed
+    finally:
+        matmul.allow_tf32 = before
+    for backend in torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION:
+        with torch.nn.attention.sdpa_kernel(backend):
+            told = numerics([gpu])
+        math = backend == torch.nn.attention.SDPBackend.MATH
+        assert ("+math attention" in told, "+flash attention" in told) == (math, not math)
+        assert "+efficient attention" not in told and "+cudnn attention" not in told
+
+
 # --- models without an identity
 
 
@@ -323,6 +341,18 @@ def test_a_model_that_was_changed_is_noticed(change: Callable[[Any], None], told
     change(model)
     with pytest.raises(ModelError, match=f"no longer the model whose pages these are: {told}"):
         marks.require_same(model)
+
+
+def test_a_model_that_was_changed_back_is_the_same() -> None:
+    model = adapt(tiny_model("qwen3"), "poet", "lawyer")
+    marks = Marks.of(model)
+    for layer in adapted(model):
+        layer.set_adapter("lawyer")
+    with pytest.raises(ModelError, match=r"its adapters are lawyer .*, and were poet"):
+        marks.require_same(model)
+    for layer in adapted(model):
+        layer.set_adapter("poet")
+    marks.require_same(model)
 
 
 def test_the_threads_are_all_that_is_left_out_of_the_numerics_for_any_number_of_ranks() -> None:

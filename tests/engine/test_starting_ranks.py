@@ -3,13 +3,17 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvarve.engine import ranks as ranks_module
-from kvarve.engine.ranks import Place, started
+from kvarve.engine.ranks import Place, check_ranks, host_and_port, started
+from kvarve.errors import ConfigError
 from kvarve.ranks.star import GroupEnded, Listener
+from kvarve.server.settings import Settings
 
 
 def signalled(marks: str, place: Place) -> None:
@@ -55,3 +59,22 @@ def test_no_end_waits_for_a_rank_that_does_not_hear_of_it(
         assert len(place.processes) == 1
         raise end("now")
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_ranks_of_a_machine_that_want_a_gpu_each_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module.torch, "cuda", SimpleNamespace(device_count=lambda: 2))
+    check_ranks(4, 2, 0, "host:29500", "cuda")
+    check_ranks(4, device="cuda:0")
+    with pytest.raises(ConfigError, match="4 ranks on this machine want a GPU each, and it has 2"):
+        check_ranks(4, device="cuda")
+
+
+def test_ranks_differ_in_what_is_their_own_alone(tmp_path: Path) -> None:
+    first = Settings(tp=2, storage=(f"file://{tmp_path}/one",), host="10.0.0.1", node_rank=0)
+    assert first.alike == replace(first, storage=(f"file://{tmp_path}/other",), host="10.0.0.2", node_rank=1).alike
+    for other in ({"storage": ()}, {"storage": ("redis://host",)}, {"page_tokens": 16}, {"model": "other"}):
+        assert first.alike != replace(first, **other).alike  # type: ignore[arg-type]
+
+
+def test_a_host_may_be_an_address_in_brackets() -> None:
+    assert host_and_port("[::1]:29500") == ("::1", 29500)

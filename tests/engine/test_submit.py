@@ -104,3 +104,17 @@ def test_of_several_samples_the_first_to_begin_says_what_was_cached_of_their_pro
     assert not told.keys() & {hit.value for hit in HITS}
     for rate, tokens in ((counts.admitted_rate, len(prompt)), (counts.cached_rate, 0)):
         assert sum(amount for _, amount in rate._ring) == tokens
+
+
+def test_a_sample_of_another_prompt_is_refused(make: Make) -> None:
+    engine, first = make(start=False), a_request([1, 2, 3], 1)
+    for odd in (
+        a_request([1, 2, 3], 1, sample_of=first.number),  # equal tokens, but not the same request's
+        a_request(first.prompt, 1, sample_of=first.number, salt="another"),
+        a_request(first.prompt, 1, sample_of=first.number + 99),
+    ):
+        with pytest.raises(ConfigError, match="has another prompt, or does not come before its sample"):
+            engine.submit(first, odd)
+    with pytest.raises(ConfigError, match="does not come before its sample"):
+        engine.submit(a_request(first.prompt, 1, sample_of=first.number), first)
+    assert engine.load() == (0, 0)
