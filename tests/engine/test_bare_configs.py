@@ -114,3 +114,10 @@ def test_a_model_that_attends_to_tokens_ahead_and_does_not_say_so_is_refused_by_
         with pytest.raises(ModelError, match="RoFormerForCausalLM attends to tokens ahead"):
             use()
     assert load_model(str(tmp_path / "causal")).layout.pools
+
+
+def test_a_wrapper_of_another_model_is_described_by_its_text(tmp_path: Path) -> None:
+    """transformers computes a PP-Chart2Table by the class of another wrapper, GOT-OCR2."""
+    facts = bare(tmp_path, "pp_chart2table", text_config={"model_type": "qwen2", **SMALL})
+    assert [pool.name for pool in facts.pools] == ["attention"]
+    assert facts.parameters < 100_000, "without what computes images"

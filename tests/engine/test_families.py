@@ -274,3 +274,9 @@ def test_a_mixer_that_forgets_is_found_behind_one_that_remembers() -> None:
     mixer.__class__ = Forgetful
     with pytest.raises(ModelError, match="layer 2 forgets its state"):
         StateLayout.of(model, PAGE, CHUNK)
+
+
+def test_a_model_that_remembers_is_left_as_it_is() -> None:
+    for family in ("qwen3", "bamba", "minimax", "qwen4_exp"):
+        model = tiny_model(family)
+        assert not [name for name, module in model.named_modules() if "forward" in vars(module)], family

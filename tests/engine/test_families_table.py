@@ -117,3 +117,12 @@ def test_a_layout_that_depends_on_what_the_code_reads_is_not_guessed(monkeypatch
     with pytest.raises(families._Opaque, match="depend on values"):
         describe("odd", tiny_config("qwen3"), torch.bfloat16, 16, 32)
     assert seen == [0, 1]
+
+
+@pytest.mark.long
+def test_a_model_with_eyes_is_described_by_the_part_that_reads() -> None:
+    """Its picture tower wants to see values that the meta device has not."""
+    whole = Family("Gemma 4 with eyes", "Gemma4Config", {"text_config": tiny_config("gemma4").to_dict()})
+    (facts,) = survey([whole])
+    assert facts.supported, facts.why
+    assert [pool.name for pool in facts.pools] == [pool.name for pool in tiny("gemma4").pools]

@@ -1,5 +1,6 @@
 """Two models have one identity only if nothing differs that may change a bit; and a model that changes is noticed."""
 
+import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -366,3 +367,24 @@ def test_the_threads_are_all_that_is_left_out_of_the_numerics_for_any_number_of_
         torch.set_num_threads(before)
     assert found[0] != found[1]
     assert without_threads(found[0]) == without_threads(found[1]) == found[0].replace(", threads 1", "")
+
+
+def test_kernels_that_are_installed_are_told_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"causal-conv1d": "1.5.0", "flash-linear-attention": "0.4.1"}
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed.get(name) or real(name))
+    identity._libraries.cache_clear()
+    try:
+        said = numerics([CPU])
+    finally:
+        identity._libraries.cache_clear()
+    assert "causal-conv1d 1.5.0" in said and "flash-linear-attention 0.4.1" in said and "mamba-ssm" not in said
+
+
+def test_a_model_whose_frequencies_follow_the_length_is_the_same_after_a_long_prompt() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=16)
+    marks = Marks.of(model)
+    with torch.no_grad():
+        model(torch.zeros((1, 40), dtype=torch.long))
+    marks.require_same(model)

@@ -11,8 +11,9 @@ import pytest
 
 from kvarve.engine import ranks as ranks_module
 from kvarve.engine.ranks import Place, check_ranks, host_and_port, started
-from kvarve.errors import ConfigError
+from kvarve.errors import ConfigError, ModelError
 from kvarve.ranks.star import GroupEnded, Listener
+from kvarve.server.serve import run
 from kvarve.server.settings import Settings
 
 
@@ -78,3 +79,19 @@ def test_ranks_differ_in_what_is_their_own_alone(tmp_path: Path) -> None:
 
 def test_a_host_may_be_an_address_in_brackets() -> None:
     assert host_and_port("[::1]:29500") == ("::1", 29500)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_model_that_is_not_there_starts_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None
+) -> None:
+    monkeypatch.setattr("kvarve.server.serve.started", None)
+    with pytest.raises(ModelError):
+        run(Settings(model=str(tmp_path / "none"), tp=2))

@@ -11,7 +11,7 @@ from engines import CHUNK, Make, a_prompt, a_request, alone, by_hand, turns
 from kvarve.core.reasons import HITS
 from kvarve.engine.engine import Engine
 from kvarve.engine.requests import Request, Sampling
-from kvarve.errors import ConfigError
+from kvarve.errors import Busy, ConfigError
 from kvarve.testing.models import VOCAB
 
 
@@ -118,3 +118,13 @@ def test_a_sample_of_another_prompt_is_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="does not come before its sample"):
         engine.submit(a_request(first.prompt, 1, sample_of=first.number), first)
     assert engine.load() == (0, 0)
+
+
+def test_capacity_left_are_those_that_submit_would_take(make: Make) -> None:
+    engine = make(start=False, max_running=1, max_waiting=2)
+    for left in (3, 2, 1):
+        assert engine.capacity_left() == left
+        engine.submit(a_request([1, 2, 3], 1))
+    assert engine.capacity_left() == 0
+    with pytest.raises(Busy):
+        engine.submit(a_request([1, 2, 3], 1))
