@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parent))
 
+# They run inside vLLM and SGLang, in venvs of their own, with a conftest of their own (`make test-engines`).
+collect_ignore = ["engines"]
 pytest_plugins = ["budget", "pytester"]
 
 settings.register_profile("kvarve", deadline=None)
