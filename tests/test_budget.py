@@ -10,9 +10,9 @@ import budget
 
 TESTS = """
 import pytest, costs
-def test_cheap(): costs.seconds += 0.2
-def test_dear(): costs.seconds += 0.4
-def test_with_a_reason(): costs.seconds += 0.5
+def test_cheap(): costs.seconds += 0.4
+def test_dear(): costs.seconds += 0.5
+def test_with_a_reason(): costs.seconds += 0.55
 @pytest.mark.long
 def test_long(): costs.seconds += 9
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def test_what_costs_too_much_without_a_reason_fails_the_run(
     monkeypatch.setitem(sys.modules, "costs", costs)
     monkeypatch.setattr(budget, "spent", lambda: costs.seconds)
     monkeypatch.setattr(budget, "slower", lambda rounds: 1.0)
+    monkeypatch.setattr(budget.Budget, "collects", lambda self, phase, about: None)
     monkeypatch.setattr(budget, "LIST", pytester.path / "dear.toml")
     (pytester.path / "dear.toml").write_text('"test_it.py::test_with_a_reason" = "without it no change may land"\n')
     pytester.makepyfile(test_it=TESTS)
@@ -42,7 +43,7 @@ def test_what_costs_too_much_without_a_reason_fails_the_run(
     assert ended.ret == pytest.ExitCode.TESTS_FAILED
     ended.assert_outcomes(passed=5)
     said = [line.partition(",")[0] for line in ended.outlines if line.startswith("budget: ")]
-    shared, dear = "test_it.py::shared costs 0.60 CPU s", "test_it.py::test_dear costs 0.40 CPU s"
+    shared, dear = "test_it.py::shared costs 0.60 CPU s", "test_it.py::test_dear costs 0.50 CPU s"
     assert said == [f"budget: {shared}", f"budget: {dear}"], "a fixture pays, and not who asks for it first"
     ended.stdout.re_match_lines(["=+ 2 CPU s; the dearest of 5 =+", " +0.60 test_it.py::shared"])
 
