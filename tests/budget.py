@@ -49,6 +49,9 @@ class Budget:
                 importlib.import_module(name)
         if forks := sys.modules.get("forks"):
             forks.ready()
+        if hypothesis := sys.modules.get("hypothesis"):  # which makes its tables of characters once
+            once = hypothesis.settings(database=None, deadline=None, suppress_health_check=[*hypothesis.HealthCheck])
+            hypothesis.find(hypothesis.strategies.text(min_size=1), bool, settings=once)
         gc.collect()
         gc.freeze()  # else each full collection looks at all tests and at all of torch
         gc.callbacks.append(self.collects)
