@@ -12,6 +12,7 @@ TESTS = """
 import pytest, costs
 def test_cheap(): costs.seconds += 0.4
 def test_dear(): costs.seconds += 0.5
+def test_once(): costs.seconds += 0.7
 def test_with_a_reason(): costs.seconds += 0.55
 @pytest.mark.long
 def test_long(): costs.seconds += 9
@@ -34,6 +35,8 @@ def test_what_costs_too_much_without_a_reason_fails_the_run(
     monkeypatch.setitem(sys.modules, "costs", costs)
     monkeypatch.setattr(budget, "spent", lambda: costs.seconds)
     monkeypatch.setattr(budget, "slower", lambda rounds: 1.0)
+    seconds = {"test_it.py::test_once": 0.2, "test_it.py::test_dear": 0.5}
+    monkeypatch.setattr(budget, "again", lambda root, tests: {name: seconds[name] for name in tests})
     monkeypatch.setattr(budget.Budget, "collects", lambda self, phase, about: None)
     monkeypatch.setattr(budget, "LIST", pytester.path / "dear.toml")
     (pytester.path / "dear.toml").write_text('"test_it.py::test_with_a_reason" = "without it no change may land"\n')
@@ -41,11 +44,11 @@ def test_what_costs_too_much_without_a_reason_fails_the_run(
     pytester.makeini("[pytest]\nmarkers = long: long\n")
     ended = pytester.runpytest_inprocess("-p", "budget", "-p", "no:xdist", "-p", "no:cacheprovider")
     assert ended.ret == pytest.ExitCode.TESTS_FAILED
-    ended.assert_outcomes(passed=5)
+    ended.assert_outcomes(passed=6)
     said = [line.partition(",")[0] for line in ended.outlines if line.startswith("budget: ")]
     shared, dear = "test_it.py::shared costs 0.60 CPU s", "test_it.py::test_dear costs 0.50 CPU s"
     assert said == [f"budget: {shared}", f"budget: {dear}"], "a fixture pays, and not who asks for it first"
-    ended.stdout.re_match_lines(["=+ 2 CPU s; the dearest of 5 =+", " +0.60 test_it.py::shared"])
+    ended.stdout.re_match_lines(["=+ 2 CPU s; the dearest of 6 =+", " +0.60 test_it.py::shared"])
 
 
 def test_all_together_cost_too_much() -> None:
