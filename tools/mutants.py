@@ -62,7 +62,8 @@ class Mutant:
         lines = [f'["{self.address}".{self.name}]', f"old = {quoted(self.old)}"]
         lines += [f"new = {quoted(self.new)}"] if self.new != "pass" else []
         lines += [f"nth = {self.nth}"] if self.nth else []
-        return "\n".join([*lines, f'tests = "{" ".join(test.removeprefix("tests/") for test in self.stages[0])}"'])
+        tests = (test.removeprefix("tests/") for test in self.stages[0] if not test.startswith("-"))
+        return "\n".join([*lines, f'tests = "{" ".join(tests)}"'])
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from pathlib import Path
 import httpx
 import pytest
 from servers import settings
-from talk import CHAT, COMPLETIONS, Body, cached, refused
+from talk import CHAT, COMPLETIONS, Body, cached, complete, refused
 
-from kvarve.server.serve import Server
+from kvarve.errors import ConfigError
+from kvarve.server.serve import Server, check_settings
 
 FLUSH, STORAGE = "/flush_cache", "/admin/storage"
 API, ADMIN = "bräda", "gärdsgård"
@@ -129,3 +130,22 @@ def test_json_from_a_client_that_is_no_page_may_have_any_content_type(client: ht
     for kind in SIMPLE:  # `curl -d` says that it sends a form
         asked = {"content": b'{"prompt": "hei", "max_tokens": 1}', "headers": {"Content-Type": kind}}
         assert client.post(COMPLETIONS, **asked).status_code == 200  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own_server", [{"admin_key": ADMIN}], indirect=True)
+def test_an_admin_key_alone_guards_the_flush_and_not_the_answers(own_client: httpx.Client) -> None:
+    assert complete(own_client, "hei", max_tokens=1)
+    refused(own_client.post(FLUSH), 401)
+    assert own_client.post(FLUSH, headers=bearer(ADMIN)).status_code == 200
+
+
+@pytest.mark.parametrize("own_server", [{"api_key": API}], indirect=True)
+def test_without_an_admin_key_a_flush_needs_the_api_key(own_client: httpx.Client) -> None:
+    assert "API key" in refused(own_client.post(FLUSH), 401)
+    assert own_client.post(FLUSH, headers=bearer(API)).status_code == 200
+
+
+@pytest.mark.parametrize(("keys", "complaint"), [({"admin_key": " "}, "cannot be empty"), ({"admin_key": "b"}, "not")])
+def test_an_admin_key_that_protects_nothing_is_refused(checkpoint: Path, keys: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_settings(settings(checkpoint, api_key="b", **keys))

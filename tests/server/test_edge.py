@@ -127,6 +127,11 @@ def test_a_certificate_that_cannot_be_used_is_one_line(checkpoint: Path, tmp_pat
     (other := tmp_path / "other").mkdir()
     foreign = written(ca.issue_cert("localhost"), other)["tls_key"]
     (tmp_path / "text").write_text("no certificate")
+    locked = tmp_path / "locked.pem"
+    locked.write_text(
+        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIBvTBXBgkqhkiG9w0BBQ0wSjApBgkqhkiG9w0BBQwwHAQI\n"
+        "-----END ENCRYPTED PRIVATE KEY-----\n"
+    )
     for bad, says in (
         ({"tls_key": good["tls_key"]}, "--tls-key needs --tls-cert"),
         ({"tls_cert": tmp_path / "none"}, "none: No such file"),
@@ -134,6 +139,7 @@ def test_a_certificate_that_cannot_be_used_is_one_line(checkpoint: Path, tmp_pat
         ({"tls_cert": good["tls_cert"]}, "--tls-key not given: not a PEM certificate and its key"),
         ({"tls_cert": tmp_path / "text"}, "not a PEM certificate"),
         ({"tls_cert": good["tls_cert"], "tls_key": foreign}, "they do not belong together"),
+        ({"tls_cert": good["tls_cert"], "tls_key": locked}, "not a PEM certificate and its key"),
     ):
         with pytest.raises(ConfigError, match=says) as refusal:
             check_settings(settings(checkpoint, **bad))
@@ -193,6 +199,11 @@ def test_pages_of_a_named_origin_may_ask_and_no_others(own_client: httpx.Client)
         answer = own_client.post(COMPLETIONS, json=ASK, headers={"Origin": origin})
         assert "access-control-allow-origin" not in answer.headers
     assert "no page" in refused(own_client.post("/flush_cache", headers={"Origin": PAGE}), 403)
+
+
+def test_without_an_origin_no_page_gets_a_preflight(client: httpx.Client) -> None:
+    response = preflight(client, PAGE)
+    assert response.status_code == 405 and "access-control-allow-origin" not in response.headers
 
 
 @pytest.mark.parametrize(

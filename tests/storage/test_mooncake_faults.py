@@ -1,6 +1,8 @@
 """Hazards of Mooncake, each reproduced with a real master and real owners of memory."""
 
 import mmap
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_cluster import LABEL, MASTER, METRICS, MIB, Cluster, kill, own_network, require_mooncake, stopped
+from mooncake_cluster import (
+    LABEL,
+    MASTER,
+    METRICS,
+    MIB,
+    Cluster,
+    kill,
+    own_network,
+    require_mooncake,
+    stopped,
+)
 from processes import until
 
 from kvarve.errors import StorageError
@@ -17,7 +29,7 @@ from kvarve.regions import HostRegion
 from kvarve.storage.mooncake.client import Client, address_of, library
 from kvarve.storage.mooncake.settings import Settings
 from kvarve.storage.mooncake.storage import MooncakeStorage
-from kvarve.testing.suite import get, put
+from kvarve.testing.suite import get, put, there
 
 pytestmark = pytest.mark.long  # the suite of every storage, and a library that imitates this one, are in the short form
 PAGE = MIB // 4
@@ -40,10 +52,10 @@ def opened(cluster: Cluster) -> Iterator[Callable[..., MooncakeStorage]]:
     """Opens storages, which go with the test."""
     storages: list[MooncakeStorage] = []
 
-    def open_one(watched: "Watched | None" = None, **more: object) -> MooncakeStorage:
-        settings = Settings(MASTER, metrics=METRICS, **more)  # type: ignore[arg-type]
+    def open_one(label: bytes = LABEL, watched: "Watched | None" = None, **more: object) -> MooncakeStorage:
+        settings = Settings(**({"master": MASTER, "metrics": METRICS} | more))  # type: ignore[arg-type]
         make = {} if watched is None else {"make": lambda: watched}
-        storages.append(MooncakeStorage(settings, LABEL, "model A", lambda it: Client(it, **make)))
+        storages.append(MooncakeStorage(settings, label, "model A", lambda it: Client(it, **make)))
         return storages[-1]
 
     yield open_one
@@ -245,3 +257,171 @@ def test_every_byte_that_mooncake_moves_is_registered_and_pages_are_moved_where_
     assert {name: get(storage, name, 10 * MIB) for name in objects} == objects
     buffer = bytearray(5)
     assert storage.get(["large"], [memoryview(buffer)]) == [9 * MIB]
+
+
+# --- what owners keep, and who shares it
+
+
+def test_without_an_owner_nothing_is_there_and_nothing_is_taken_until_there_is_one(
+    cluster: Cluster, opened: Callable[..., MooncakeStorage]
+) -> None:
+    storage = opened()
+    assert put(storage, page=b"x" * 100) == [False]
+    owner = cluster.owner()
+    assert put(storage, page=b"x" * 100) == [True]
+    kill(owner)
+    until(lambda: storage.exists(["page"]) == [False], "a master that noticed")
+    assert put(storage, page=b"x" * 100) == [False]
+    assert get(storage, "page") is None
+    cluster.owner()
+    assert put(storage, page=b"y" * 100) == [True]
+    assert get(storage, "page") == b"y" * 100
+
+
+def test_what_an_owner_that_stands_still_does_not_take_is_not_there(
+    cluster: Cluster, opened: Callable[..., MooncakeStorage]
+) -> None:
+    owner, storage = cluster.owner(), opened()
+    pages = Pages(storage, 4)
+    pages.fill(1)
+    assert works(storage), "or the first contact with a frozen owner would cost a minute for each object"
+    with stopped(owner), pytest.raises(StorageError, match="stored 0 of 4 objects"):
+        storage.put(pages.names, pages.views)
+
+    def taken() -> bool:
+        with suppress(StorageError):  # for a while no owner takes them
+            return all(storage.put(pages.names, pages.views))
+        return False
+
+    until(taken, "an owner that goes on")
+    pages.blank()
+    assert storage.get(pages.names, pages.views) == [PAGE] * 4
+    assert pages.holds(1)
+
+
+def test_a_master_that_stands_still_costs_a_second_and_nothing_else(
+    cluster: Cluster, opened: Callable[..., MooncakeStorage]
+) -> None:
+    cluster.owner()
+    storage = opened()
+    assert works(storage)
+    with stopped(cluster.master):
+        with pytest.raises(StorageError, match="does not answer"):
+            storage.exists(["some"])
+        with pytest.raises(StorageError, match="does not answer"):
+            get(storage, "some")
+    assert storage.exists(["some"]) == [True]
+    assert get(storage, "some") == b"x" * 100
+
+
+def test_a_client_that_is_an_owner_too_lends_its_memory_to_the_next_master(
+    cluster: Cluster, opened: Callable[..., MooncakeStorage]
+) -> None:
+    storage = opened(segment_bytes=32 * MIB)
+    assert works(storage)
+    kill(cluster.master)
+    cluster.start_master()
+    until(lambda: works(storage, "again"), "the client's own segment")
+
+
+UNFINISHED = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1])
+print(store.batch_put_session_start([sys.argv[2]], [100]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_put_of_what_a_dead_writer_began_is_not_taken_for_done(
+    cluster: Cluster, opened: Callable[..., MooncakeStorage]
+) -> None:
+    cluster.owner()
+    storage = opened()
+    key = storage._prefix + "page"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", UNFINISHED, MASTER, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline().strip() == "[0]"
+        kill(writer)
+    with storage._client._entered() as raw:
+        data = bytearray(b"x" * 100)
+        assert raw.store.batch_put_from([key], [address_of(memoryview(data))], [100]) == [0], "it says that it is done"
+    assert put(storage, page=b"x" * 100) == [False]
+    assert get(storage, "page") is None
+    assert storage.counts["not there after a put"] == 1
+    until(lambda: put(storage, page=b"x" * 100) == [True], "a master that has given the writer up")
+    assert get(storage, "page") == b"x" * 100
+
+
+def test_what_is_deleted_under_a_lease_is_gone_at_once(
+    cluster: Cluster, opened: Callable[..., MooncakeStorage]
+) -> None:
+    cluster.owner()
+    storage = opened()
+    assert put(storage, page=b"damaged" * 9) == [True]
+    assert storage.exists(["page"]) == [True], "which takes a lease"
+    assert storage.delete(["page"]) == [True]
+    assert storage.exists(["page"]) == [False]
+    assert put(storage, page=b"good" * 9) == [True]
+    assert get(storage, "page") == b"good" * 9
+
+
+def test_a_version_that_cannot_remove_under_a_lease_hides_the_object_until_it_can(
+    cluster: Cluster, opened: Callable[..., MooncakeStorage]
+) -> None:
+    cluster.owner()
+    storage, other = opened(), opened()
+    with storage._client._entered() as raw:
+        raw.can_force = False
+    assert put(storage, page=b"damaged" * 9) == [True]
+    assert storage.delete(["page"]) == [True]
+    assert other.exists(["page"]) == [True], "it is under a lease"
+    assert storage.exists(["page"]) == [False]
+    assert get(storage, "page") is None
+    assert storage.delete(["page"]) == [False]
+    until(lambda: put(storage, page=b"good" * 9) == [True], "the end of the lease")
+    assert get(storage, "page") == b"good" * 9
+
+
+def test_models_share_a_master_and_each_drops_its_own(cluster: Cluster, opened: Callable[..., MooncakeStorage]) -> None:
+    cluster.owner()
+    ours, theirs = opened(), opened(b"\x02" * 32)
+    names = {"aa-1.kv.0": b"1", "aa-2.kv.0": b"2", "ab-1.kv.0": b"3", "plain": b"4"}
+    for storage in (ours, theirs):
+        assert all(put(storage, **names))
+    assert ours.drop("aa") == 2
+    assert there(ours, *names) == "ab-1.kv.0 plain"
+    assert ours.drop() == 2
+    assert there(ours, *names) == ""
+    assert there(theirs, *names) == " ".join(names)
+
+
+WRITER = """
+import os, sys
+from kvarve.storage import open_storage
+storage = open_storage(sys.argv[1], label=bytes([1]) * 32, description="model A")
+assert storage.put(["page"], [memoryview(bytes(range(256)) * 400)]) == [True]
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_client_that_was_killed_leaves_its_pages_with_their_owner(
+    cluster: Cluster, opened: Callable[..., MooncakeStorage]
+) -> None:
+    cluster.owner()
+    ended = subprocess.run([sys.executable, "-c", WRITER, f"mooncake://{MASTER}"], check=False, timeout=60)
+    assert ended.returncode == -9
+    assert get(opened(), "page") == bytes(range(256)) * 400
+
+
+def test_replicas_and_pins_are_passed_to_the_library(cluster: Cluster, opened: Callable[..., MooncakeStorage]) -> None:
+    owners = [cluster.owner(), cluster.owner()]
+    storage = opened(replicas=2, soft_pin=True, hard_pin=True)
+    assert works(storage)
+    kill(owners[0])
+    until(lambda: reads(storage, "some"), "a master that noticed")
+    assert storage.usage().objects == 1, "no call stored it again"
