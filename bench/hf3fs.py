@@ -31,6 +31,7 @@ from shutil import which
 from statistics import median
 from typing import Any
 
+sys.path.append(sys.path.pop(0))  # behind the packages: a script here has the name of one
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "storage"))
 from hf3fs_mounts import Bindfs
 

@@ -32,6 +32,7 @@ from kvarve.errors import StorageError
 from kvarve.regions import HostRegion
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.mooncake.client import address_of
+from kvarve.storage.mooncake.settings import Settings
 from kvarve.storage.mooncake.storage import MooncakeStorage
 from pretend import PAGES, PROMPT_BYTES, PROMPT_TOKENS, Restore
 
@@ -162,7 +163,7 @@ def loss(cluster: Cluster, storage: MooncakeStorage) -> dict[str, float]:
         except StorageError:
             first.append(time.perf_counter() - start)
     later = max(timed(lambda: breaker.exists(asked)) for _ in range(100))
-    cluster.restart_master()
+    cluster.start_master()
     start, number, one = time.perf_counter(), 0, memoryview(bytearray(64))
     while True:
         number += 1
@@ -192,7 +193,8 @@ def main() -> int:
         cluster = Cluster(Path(folder), "--default_kv_lease_ttl=2000")
         try:
             cluster.owner(1 << 30)
-            pages, storage = Pages(memoryview(mmap.mmap(-1, BATCH * MIB))), cluster.storage()
+            pages = Pages(memoryview(mmap.mmap(-1, BATCH * MIB)))
+            storage = MooncakeStorage(Settings(master=MASTER, metrics=METRICS), b"bench", "bench/mooncake.py")
             ways: dict[str, Raw | Lane] = {"kvarve": Lane(pages, storage), "raw": Raw(pages, storage)}
             restore = Restore(f"mooncake://{MASTER}?metrics={METRICS}")
             for batch in range((1 << 30) // BATCH // MIB - 1):  # the owner's memory is faulted in by a first use

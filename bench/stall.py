@@ -63,13 +63,14 @@ class Waits:
             self._waiting[lease] = lease.deadline
         return lease
 
-    def step(self) -> None:
-        self._step()
+    def step(self, *words: object) -> object:
+        called = self._step(*words)  # type: ignore[arg-type]
         now = time.monotonic()
         for lease, deadline in [*self._waiting.items()]:
             if lease.phase not in (Phase.PROBING, Phase.FETCHING):
                 self.late_s.append(now - deadline)
                 del self._waiting[lease]
+        return called
 
 
 class Spell:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import forks
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT / "bench"))  # behind the packages: one of the scripts has the name of one
@@ -31,7 +30,7 @@ def quick(tmp_path: Path) -> Callable[..., Quick]:
         out, work = tmp_path / "figures.json", tmp_path / "work"
         work.mkdir()
         words = [f"bench/{name}", "--quick", "--json", str(out), *more, *(("--dir", str(work)) if folder else ())]
-        done = forks.run(
+        done = subprocess.run(
             [sys.executable, "-W", "error", *words],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
