@@ -1,14 +1,13 @@
 """What do several ranks cost?
 
-    .venv/bin/python bench/ranks.py [--quick] [--json FILE] [--dir FOLDER] [--trace FILE]
+    .venv/bin/python bench/ranks.py [--quick] [--json FILE] [--dir FOLDER]
 
 `agree_over_star_tp4`: one agreement of four ranks with a copy in flight, over the bare exchange of as many bytes
 between the same processes through sockets of their own, the median of each, in turns. `messages_at_rest`: exchanges in
 turns without anything in flight (rank 0 only sends its inputs). `storage_tp4_over_one`: bytes a second of prompts of
 4,096 tokens that four ranks store and bring back, each its part, over one rank that does all of it; the lower of both
 directions. `mla_bytes_tp4_over_tp1`: what a tiny DeepSeek-V3.2, whose latents and index keys all ranks hold alike,
-leaves in storage. `dp2_hit_points`: how many points the hit rate of two replicas is below that of one with as much
-memory as both, by the router of `kvarve serve --dp`, in a replay of a trace.
+leaves in storage.
 
 All ranks share this machine's cores, so four ranks compute no faster than one. A prompt is stored, or back, when the
 last rank has done its part.
@@ -34,9 +33,6 @@ from kvarve.engine.model import LoadedModel, load_model, quiet_libraries
 from kvarve.engine.ranks import Place, Ranks, started
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.star import FRAME, Listener
-from kvarve.simulate.replayer import replay
-from kvarve.simulate.settings import SimulationConfig
-from kvarve.sizes import Size as Bytes
 from kvarve.testing.models import save_checkpoint, tiny_grid, tiny_model
 from kvarve.verify.requests import ProofRequest
 from pretend import PROMPT_BYTES, Restore
@@ -45,8 +41,6 @@ RANKS = 4
 MODEL = "deepseek_v32"
 PROMPT = 600  # tokens of a prompt of the tiny model
 START_S = 60.0
-MEMORY = 2 << 30  # of all replicas, where 24 KiB are kept of a token
-SMALL_TRACE = Path(__file__).parents[1] / "docs" / "small-trace.jsonl"
 
 
 @dataclass(frozen=True)
@@ -195,21 +189,9 @@ def _bytes(task: Task, ranks: Ranks) -> dict[str, list[Any]]:
     return {"bytes": [one, stored("tp4", divided, rank=ranks.rank, agreement=ranks.again())]}
 
 
-def hit_points(trace: Path) -> dict[int, float]:
-    """The hit rate of a trace in percent, by the number of replicas that share a memory."""
-    found = {}
-    for replicas in (1, 2):
-        memory = Bytes(MEMORY // replicas)
-        config = SimulationConfig(device_memory=memory, kv_bytes_per_token=Bytes(24 << 10), replicas=replicas)
-        report = replay(trace, config)
-        found[replicas] = 100 * report.hit_rate
-    return found
-
-
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
-    parser.add_argument("--trace", type=Path, default=SMALL_TRACE, help="to be replayed, as by kvarve simulate")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvarve-bench-", dir=options.dir) as folder:
         task = Task(QUICK if options.quick else Size(), Path(folder))
@@ -217,7 +199,6 @@ def main() -> int:
         with started(measure, task, RANKS, deadline_s=600.0) as (place, listener):
             found = measure(task, place, listener)
     middle = {name: median(some) for name, some in found.items() if name != "bytes"}
-    hits = hit_points(options.trace)
     rows = [
         {"what": "bare exchange of 4 ranks", "figure": middle["bare"], "unit": "us"},
         {"what": "agreement with a copy in flight", "figure": middle["agree"], "unit": "us"},
@@ -227,7 +208,6 @@ def main() -> int:
             {"what": f"stored by {MODEL}, {name}", "figure": size / 1e3, "unit": "kB"}
             for name, size in zip(("tp 1", "tp 4"), found["bytes"], strict=True)
         ),
-        *({"what": f"hit rate, replicas: {count}", "figure": rate, "unit": "%"} for count, rate in hits.items()),
     ]
     both = [
         median(four / one for four, one in zip(found[f"four {way}"], found[f"one {way}"], strict=True))
@@ -238,7 +218,6 @@ def main() -> int:
         "messages_at_rest": middle["messages"],
         "storage_tp4_over_one": min(both),
         "mla_bytes_tp4_over_tp1": found["bytes"][1] / found["bytes"][0],
-        "dp2_hit_points": hits[1] - hits[2],
     }
     show("Four ranks", rows)
     show("Ratios", [{"ratio": name, "value": float(value)} for name, value in ratios.items()])

@@ -110,7 +110,7 @@ def _run(words: list[str], warned: bool, cwd: str | None, environment: Mapping[s
         os.chdir(cwd)
     if warned:
         warnings.simplefilter("error")
-    # What it starts is forked too; ranks and replicas from itself, while one thread runs.
+    # What it starts is forked too; ranks from itself, while one thread runs.
     subprocess.Popen = Popen  # type: ignore[misc]
     multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  it is known here
     spawn = multiprocessing.get_context

@@ -1,4 +1,4 @@
-"""The systemd unit and the Dockerfile say what the code does."""
+"""The systemd unit, the Dockerfile and the compose file say what the code does."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+import yaml
 
 import forks
 from kvarve.cli import main
@@ -118,3 +119,24 @@ def test_the_image_listens_where_its_variables_say(
     shown = json.loads(capsys.readouterr().out)
     assert (shown["host"]["value"], shown["port"]["value"]) == ("0.0.0.0", 8000)
     assert "EXPOSE 8000" in DOCKER and 'CMD ["serve"]' in DOCKER
+
+
+def test_the_compose_file_has_servers_of_one_folder_behind_the_router_of_the_docs() -> None:
+    composed = yaml.safe_load((ROOT / "contrib" / "compose.yaml").read_text())
+    router, servers = composed["services"].pop("router"), composed["services"]
+    first, second = servers.values()
+    assert first == second and (ROOT / "contrib" / first["build"]["context"] / first["build"]["dockerfile"]).exists()
+    assert first["command"][0] == "serve" and main(["config", "show", *first["command"][1:]]) == 0
+    assert int(first["stop_grace_period"].removesuffix("s")) > Settings().drain_s
+    assert all(
+        name in composed["volumes"] for name in re.findall(r"^(\w+):", "\n".join(first["volumes"]), re.MULTILINE)
+    )
+    page = (ROOT / "docs" / "several-servers.md").read_text()
+    words = router["command"].split()
+    urls = words[words.index("--worker-urls") + 1 :][: len(servers)]
+    assert urls == [f"http://{name}:8000" for name in servers]
+    own = {"--host", "--port", "0.0.0.0", "8000", *urls}
+    (documented,) = re.findall(r"^ +(python -m sglang_router(?:.*\\\n)*.*)$", page, re.MULTILINE)
+    assert {*words} - own <= {*documented.split()}
+    (installed,) = re.findall(r"pip install .*?(sglang-router==\S+)", router["build"]["dockerfile_inline"])
+    assert f"pip install {installed}\n" in page and f"\n{installed} " in (ROOT / "requirements.lock").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "kvarve"
 
 FLOORS = (
-    {"model", "keys", "boundaries", "errors", "sizes", "handles", "histograms", "routing", "__init__"},  # words
+    {"model", "keys", "boundaries", "errors", "sizes", "handles", "histograms", "__init__"},  # words
     {"core"},
     {"background", "regions", "leftovers"},  # threads, memory, and what was left in places of all
     {"memory", "transfer", "storage", "ranks"},  # data movement

@@ -7,7 +7,7 @@ code says whether everything is up to date.
 import argparse
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,6 @@ from kvarve.engine import families
 from kvarve.histograms import Histogram
 from kvarve.metrics import Snapshot
 from kvarve.model import Tier
-from kvarve.server.front_metrics import front_families
 from kvarve.storage.base import StorageUsage
 from kvarve.transfer.flows import LANES, Flow
 
@@ -132,8 +131,7 @@ def _table(families: Iterable[Metric]) -> str:
 
 def own_metrics() -> str:
     """Our metrics, in their order."""
-    front = front_families((), Counter[tuple[str, str, int]]())[:3]
-    return _table([*metrics.own(all_numbers()), *front])
+    return _table(metrics.own(all_numbers()))
 
 
 def vllm_metrics() -> str:

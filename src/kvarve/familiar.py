@@ -57,6 +57,7 @@ def _no(why: str, switch: bool = False) -> Flag:
 
 BACKEND, EXTRA, RATIO = "--hicache-storage-backend", "--hicache-storage-backend-extra-config", "--hicache-ratio"
 _PIPELINE = "a model is divided by heads (--tp), not by layers"
+_SERVERS = "start several servers behind a router: docs/several-servers.md"
 _BYTES = "memory for pages is given in bytes: --device-memory"
 _ADAPTERS = "adapters are not loaded: merge one into its model"
 _TOOLS = "templates write tools into a prompt, and a client reads calls from the answer's text: nothing is parsed here"
@@ -115,8 +116,8 @@ FLAGS: Mapping[str, Flag] = {
     # ranks
     "--tp-size": _same("--tp"),
     "--tensor-parallel-size": _same("--tp"),
-    "--dp-size": _same("--dp"),
-    "--data-parallel-size": _same("--dp"),
+    "--dp-size": _only("1", _SERVERS),
+    "--data-parallel-size": _only("1", _SERVERS),
     "--pp-size": _only("1", _PIPELINE),
     "--pipeline-parallel-size": _only("1", _PIPELINE),
     # who may ask

@@ -16,7 +16,9 @@ from kvarve import __version__, cli
 from kvarve.errors import StorageError
 from kvarve.server import serve as serve_module
 from kvarve.server.serve import Server
+from kvarve.storage import Storage
 from kvarve.testing.models import tiny_config
+from plugged import plug_in
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -171,6 +173,15 @@ def test_a_folder_with_something_else_is_refused_and_left_as_it_was(
     before = tree(folder)
     assert complaint in one_line(serve("--storage", folder))
     assert tree(folder) == before
+
+
+def test_a_bug_in_a_backend_is_one_line_at_the_start_too(serve: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(label: bytes, description: str) -> Storage:
+        raise RuntimeError("half way")
+
+    plug_in(monkeypatch, "odd", fails)
+    error = one_line(serve("--storage", "odd://x?capacity=64MiB"))
+    assert error == "kvarve: odd://x?capacity=64MiB: it cannot be opened: RuntimeError: half way\n"
 
 
 def test_a_broken_checkpoint_is_named(serve: Run, checkpoint: Path, tmp_path: Path) -> None:

@@ -13,12 +13,9 @@ import forks
 from kvarve.server.keyfile import new_key
 from kvarve.server.starting import NOTIFY
 
-TWO = pytest.param(2, marks=pytest.mark.long)
 
-
-@pytest.mark.parametrize("dp", [1, TWO])
 def test_sighup_has_the_keys_read_again_and_sigterm_lets_running_requests_end(
-    checkpoint: Path, tmp_path: Path, song: str, monkeypatch: pytest.MonkeyPatch, dp: int
+    checkpoint: Path, tmp_path: Path, song: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "keys.toml"
     (old, first), (new, second) = new_key("old"), new_key("new")
@@ -26,7 +23,7 @@ def test_sighup_has_the_keys_read_again_and_sigterm_lets_running_requests_end(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"\0kvarve-test-{tmp_path.name}-{id(manager)}")
         monkeypatch.setenv(NOTIFY, "@" + str(manager.getsockname()[1:], "ascii"))
-        words = ["--model", checkpoint, "--dp", dp, "--drain-s", 600, "--api-keys", file]
+        words = ["--model", checkpoint, "--drain-s", 600, "--api-keys", file]
         with serving(tmp_path, *words) as (process, client):
 
             def admits(key: str) -> bool:
@@ -56,7 +53,7 @@ def test_sighup_has_the_keys_read_again_and_sigterm_lets_running_requests_end(
             heard.append(manager.recv(4096).decode())
     log = (tmp_path / "log").read_text()
     assert "API keys read again: new: new; gone: old" in log and new not in log
-    assert heard[0].startswith(f"STATUS={'loading weights' if dp == 1 else 'starting replicas'}: ")
+    assert heard[0].startswith("STATUS=loading weights: ")
     ready = [each for each in heard if "READY=1" in each]
     assert ready == [f"READY=1\nSTATUS=serving on {client.base_url}".rstrip("/")], "once, by one process"
     assert heard[-2:] == ["STOPPING=1\nSTATUS=draining", "STOPPING=1\nSTATUS=stopping: finishing backups"]

@@ -30,13 +30,6 @@ class Access:
             if http.method not in ("GET", "HEAD"):
                 seen(http).visit = self.quotas.begin(key)
 
-    async def bodies(self, http: Http) -> None:
-        """A request with a body needs a key of either kind, if the server has API keys: nothing is read for a stranger.
-        Which endpoints the key opens is for others to say, and what is asked counts towards no limit here."""
-        sends = http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers
-        if sends and self.keys.guards_api:
-            self._admitted(http, admin=self._given(http, admin=True) is not None)
-
     async def operator(self, http: Http) -> None:
         """The request needs an admin key, and is refused if the server has none."""
         if not self.keys.guards_admin:
@@ -45,18 +38,16 @@ class Access:
         self._admitted(http, admin=True)
 
     def _admitted(self, http: Http, *, admin: bool) -> Key:
-        key = self._given(http, admin=admin)
+        given = http.headers.get("authorization", "").encode("latin-1")
+        key = self.keys.find(given.removeprefix(_BEARER), admin=admin) if given.startswith(_BEARER) else None
         if key is None:
-            name, given = "admin" if admin else "API", "authorization" in http.headers
-            message = f"wrong {name} key" if given else f"this needs the {name} key: Authorization: Bearer KEY"
+            name = "admin" if admin else "API"
+            asked = f"this needs the {name} key: Authorization: Bearer KEY"
+            message = f"wrong {name} key" if "authorization" in http.headers else asked
             code, headers = f"invalid_{name.lower()}_key", {"WWW-Authenticate": "Bearer"}
             raise Refused(401, message, code=code, headers=headers)
         seen(http).key = key.name
         return key
-
-    def _given(self, http: Http, *, admin: bool) -> Key | None:
-        given = http.headers.get("authorization", "").encode("latin-1")
-        return self.keys.find(given.removeprefix(_BEARER), admin=admin) if given.startswith(_BEARER) else None
 
 
 async def no_pages(http: Http) -> None:

@@ -20,7 +20,6 @@ from kvarve.server.api import Refused
 from kvarve.server.forms import Choice, Form, ResponseUsage, event
 from kvarve.server.prepare import ClientGone, Prepared
 from kvarve.server.quotas import Visit
-from kvarve.server.stopped import BEFORE, DURING, ENGINE
 from kvarve.ticket import Ticket
 
 RETRY_AFTER = {"Retry-After": "1"}
@@ -144,8 +143,7 @@ class Answer:
     def raise_if_failed(self, chunk: OutputChunk) -> None:
         """An incomplete answer becomes an HTTP error."""
         if chunk.finish is Finish.ERROR:
-            broken = self._engine.broken
-            raise Refused(500, chunk.error, headers={ENGINE: DURING} if broken and chunk.error == broken else None)
+            raise Refused(500, chunk.error)
         if chunk.finish is Finish.ABORT:
             raise Refused(503, "the server is shutting down: try again", headers=RETRY_AFTER)
 
@@ -246,4 +244,4 @@ class Stream(Response):
 
 def stopped(engine: Engine, status: int = 500) -> Refused:
     """The error of a request that came after the engine had stopped."""
-    return Refused(status, engine.broken, headers=RETRY_AFTER | {ENGINE: BEFORE})
+    return Refused(status, engine.broken, headers=RETRY_AFTER)

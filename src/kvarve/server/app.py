@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.concurrency import run_in_threadpool
@@ -73,7 +72,16 @@ def create_app(
     `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers. `around`
     gets requests before the endpoints do, and after they are observed.
     """
-    app = without_extras()
+    # A path with a slash at its end is not redirected: that would name the scheme and the host that this server sees,
+    # which behind a proxy are not the client's.
+    app = FastAPI(
+        title="kvarve",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     access = Access(keys or Keyring())
     front = _Front(engine, name or engine.model.name, max_body_bytes, connections, metrics_compat, access, traces)
     guards = [Depends(no_simple_requests), Depends(access.api)]
@@ -97,29 +105,14 @@ def create_app(
     app.include_router(openapi_routes(lambda: app.routes, access.keys))
     watching = [Depends(access.flushing)]  # it is for the operator, as a flush is
     app.get("/live/data", dependencies=watching, include_in_schema=False)(front.live.data)
-    add_errors(app)
+    _add_errors(app)
     return Observed(around(app), front.responses, traces)
 
 
-def without_extras() -> FastAPI:
-    """An application with the endpoints alone that it is given."""
-    # A path with a slash at its end is not redirected: that would name the scheme and the host that this server sees,
-    # which behind a proxy or a front are not the client's.
-    return FastAPI(
-        title="kvarve",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
-
-
-def add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI) -> None:
     """Have every error answered in the form that OpenAI's clients read."""
     app.add_exception_handler(KvarveError, _error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _not_that_kind)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _bug)
 
@@ -364,14 +357,6 @@ async def _http_error(http: Http, e: Exception) -> Response:
     assert isinstance(e, HTTPException)
     message = f"{http.method} {http.url.path}: {e.detail}"
     return JSONResponse(Refused(e.status_code, message).body(), e.status_code, e.headers)
-
-
-async def _not_that_kind(http: Http, e: Exception) -> Response:
-    """A parameter of an endpoint is of another type, as a replica's number that is none."""
-    assert isinstance(e, RequestValidationError)
-    first = e.errors()[0]
-    name = str(first["loc"][-1])
-    return JSONResponse(Refused(400, f"{name}: {first['msg']}", param=name).body(), 400)
 
 
 async def _client_gone(http: Http, e: Exception) -> Response:

@@ -1,5 +1,4 @@
-"""What lies between the sockets and the application of a server, be it one or the front of several: keys, TLS, which
-names and pages it answers to, and the drain."""
+"""What lies between a server's sockets and its application: keys, TLS, names and pages that it answers to, drain."""
 
 from collections.abc import Callable
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,6 @@ class KvEventsConfig:
     @property
     def on(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
-
-    def of_rank(self, rank: int) -> "KvEventsConfig":
-        """That of another rank: the next ports."""
-        return replace(self, data_parallel_rank=self.data_parallel_rank + rank)
-
-    def json(self) -> str:
-        return json.dumps({each.name: getattr(self, each.name) for each in fields(self)})
 
     def endpoints(self) -> tuple[str, str | None]:
         """Where this rank publishes, and where it replays."""

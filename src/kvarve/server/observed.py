@@ -41,7 +41,6 @@ class Seen:
 
     id: str
     act: str | None = None  # of an operator
-    passed_on: bool = False  # another server has answered it, and counted it
     key: str = ""  # the name of the one that admitted it
     visit: Visit | None = None  # counted towards the limits of its key
     answered: Callable[[], str] = field(default=lambda: "")
@@ -53,7 +52,7 @@ class Observed:
     """`app`, with an x-request-id in every response: the request's own, or a new one."""
 
     def __init__(self, app: ASGIApp, responses: Responses, traces: Traces | None = None) -> None:
-        """`responses`: gets those that were not passed on."""
+        """`responses`: counts them."""
         self._app, self._responses, self._traces = app, responses, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,9 +75,8 @@ class Observed:
             seen.ended(status)
             if seen.visit is not None:
                 seen.visit.end()
-            if not seen.passed_on:
-                method = scope["method"] if scope["method"] in METHODS else "other"
-                self._responses[method, getattr(scope.get("route"), "path", "none"), status] += 1
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self._responses[method, getattr(scope.get("route"), "path", "none"), status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
             what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
             if self._traces is not None and seen.traced is not None:

@@ -40,7 +40,6 @@ ERRORS = {
     421: "the server does not answer to the name in Host",
     429: "the key's limits are reached; Retry-After says for how long",
     500: "the answer could not be computed: `message` says why",
-    502: "the replica that was asked ended before it had answered",
     503: "the server is full, draining or without its engine; empty if no connection was free",
 }
 ALWAYS, WITH_BODY = (421, 500, 503), (400, 408, 413)
@@ -109,7 +108,6 @@ class Operation:
     streams: bool = False
     errors: tuple[int, ...] = ()  # beside those of its key and its body
     query: tuple[tuple[str, Json, str], ...] = ()  # name, schema, what it says
-    status: int = 200
 
 
 _MODEL_INFO = Operation("The model's folder and name.", ANY, key="api")
@@ -196,10 +194,6 @@ OPERATIONS: dict[str, Operation | dict[str, Operation]] = {
     f"{HICACHE}/clear": Operation(
         "Drops this model's pages from storage.", _object(dropped_objects=WHOLE), key="admin", errors=_ATTACHING
     ),
-    "/admin/replicas": Operation("The replicas.", _object(replicas=_list(ANY)), key="admin"),
-    "/admin/replicas/{number}/restart": Operation(
-        "Drains a replica and starts it anew.", ANY, key="admin", errors=(400, 404, 409), status=202
-    ),
 }
 
 
@@ -247,10 +241,7 @@ def _written(told: Operation, method: str, known: Json, keys: Keyring, bodies: d
     if told.body is not None:
         errors |= {*WITH_BODY}
     written: Json = {"summary": told.what, "operationId": known["operationId"], "responses": {}}
-    parameters = [
-        each | {"schema": TEXT_} if each["in"] == "path" and each["name"] == "model" else each
-        for each in known.get("parameters", ())
-    ]
+    parameters = [each | {"schema": TEXT_} for each in known.get("parameters", ())]
     parameters += [
         {"name": name, "in": "query", "required": False, "schema": schema, "description": what}
         for name, schema, what in told.query
@@ -263,7 +254,7 @@ def _written(told: Operation, method: str, known: Json, keys: Keyring, bodies: d
     content = {TEXT: {"schema": TEXT_}} if told.answer is None else {JSON: {"schema": told.answer}}
     if told.streams:
         content[EVENTS] = {"schema": _object(data=TEXT_)}  # of each event
-    written["responses"][str(told.status)] = {"description": "the answer", "content": content}
+    written["responses"]["200"] = {"description": "the answer", "content": content}
     refused = {JSON: {"schema": {"$ref": _REF.format(model="Error")}}}
     for status in sorted(errors):
         answer: Json = {"description": ERRORS[status], "content": refused}

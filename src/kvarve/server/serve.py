@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -34,21 +34,17 @@ from kvarve.engine.model import (
 )
 from kvarve.engine.ranks import Place, Ranks, check_ranks, device_of, started, threads_of
 from kvarve.errors import Broken, ConfigError, StorageError
-from kvarve.leftovers import temporary_folder
 from kvarve.memory.heap import bound_heaps, spare_from_collection
 from kvarve.memory.seals import seal_of
 from kvarve.metrics import parse_compat
 from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.group import ALL
 from kvarve.reports import check_file
-from kvarve.server.access import Access
 from kvarve.server.app import create_app
 from kvarve.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, raise_descriptors
 from kvarve.server.edge import Edge
-from kvarve.server.front import Front
 from kvarve.server.kv_events import KvEvents, KvEventsConfig
 from kvarve.server.logs import OncePerSecond
-from kvarve.server.replicas import Replicas
 from kvarve.server.settings import Settings, check_key
 from kvarve.server.starting import Starting, tell_systemd
 from kvarve.server.traces import Traces, check_endpoint
@@ -342,14 +338,14 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             gently.set()
         stop.set()
 
-    def ending(edge: Edge, what: str) -> None:
+    def ending(edge: Edge) -> None:
         if gently.is_set():
             tell("STOPPING=1\nSTATUS=draining")
             say(f"kvarve drains: new requests get 503, running ones have {settings.drain_s:g} s (Ctrl-C: at once)")
             if left := edge.drain.drain(settings.drain_s):
                 log.warning("%d requests have not ended within %g s: they are ended now", left, settings.drain_s)
         tell("STOPPING=1\nSTATUS=stopping: finishing backups")
-        say(f"kvarve stops: {what} (Ctrl-C again: at once)")
+        say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
 
     def reloading(edge: Edge) -> None:
         """SIGHUP has the keys and the certificate read again."""
@@ -363,20 +359,6 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     if settings.api_keys is not None or settings.tls_cert is not None:  # else it ends the process, as it always does
         signal.signal(signal.SIGHUP, lambda number, frame: hung_up.set())
     check_settings(settings)
-    if settings.dp > 1:
-        edge = Edge(settings)
-        starting.begins("starting replicas", f"{settings.dp} of {settings.model}")
-        with _replicas(settings, edge) as url:
-            starting.ready(url)
-            reloading(edge)
-            serving.set()
-            lines = [f"  replicas  {settings.dp}: a request goes to the one that has most of its prompt"]
-            if settings.admin_key is not None:
-                lines.append(f"  restart   POST {url}/admin/replicas/0/restart, with the admin key")
-            say("\n".join(["kvarve serves", *lines, f"  url       {url}", "ready: Ctrl-C stops it"]))
-            stop.wait()
-            ending(edge, "its replicas end their requests and finish their backups")
-        return
     with ExitStack() as ends:
         ranks = None
         if settings.tp > 1:
@@ -413,38 +395,9 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         while not stop.wait(BROKEN_S if ranks is not None else None):
             if server.engine.broken:  # the ranks cannot go on without each other, so neither can this process
                 raise Broken(server.engine.broken)
-        ending(server.edge, "ending requests, finishing backups")
+        ending(server.edge)
         if ranks is not None and server.engine.broken:
             raise Broken(server.engine.broken)
-
-
-@contextmanager
-def _replicas(settings: Settings, edge: Edge) -> Iterator[str]:
-    """The front of several replicas, which serve while the block runs; gives its URL."""
-    with ExitStack() as ends:
-        listener = ends.enter_context(bind(settings.host, settings.port))
-        url = _url(listener, settings.tls_cert is not None)
-        replicas = Replicas(settings, ends.enter_context(temporary_folder("kvarve-replicas-")))
-        ends.callback(replicas.stop)
-        replicas.start()
-        around = edge.around(listener.getsockname()[0])
-        front = Front(replicas, settings.max_body_bytes, Access(edge.keys), around)
-        http = _http(front.app, edge.connections())
-        _listen(listener, url)
-        thread = threading.Thread(target=http.run, args=([listener],), name="kvarve http", daemon=True)
-        thread.start()
-        http.listening.wait()
-        if settings.ready_file is not None:
-            _announce(settings.ready_file, url)
-            ends.callback(settings.ready_file.unlink, missing_ok=True)
-        try:
-            yield url
-        finally:
-            http.should_exit = True
-            replicas.stop()
-            thread.join(LEAVE_S)
-            http.force_exit = True
-            thread.join(LEAVE_S)
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
@@ -479,8 +432,6 @@ def check_settings(settings: Settings) -> None:
     Edge(settings)
     if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
         check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr, settings.device)
-    if settings.dp < 1 or (settings.dp > 1 and settings.nnodes > 1):
-        raise ConfigError(f"{settings.dp} replicas on {settings.nnodes} nodes: give at least one, all on one node")
     if not settings.rank_deadline_s > 0:
         raise ConfigError(f"ranks wait for each other for some seconds, not {settings.rank_deadline_s:g}")
     if not 0 <= settings.drain_s < math.inf:

@@ -70,9 +70,6 @@ class Settings:
     """HOST:PORT of machine 0, where several machines meet; PORT + 1 is used as well"""
     rank_deadline_s: float = 60.0
     """without one of the processes the others end within this time; one may keep them waiting for half of it"""
-    dp: int = 1
-    """servers behind this port, each with this memory and these processes; a request goes to the one that has most of
-    its prompt, unless that has much more work than others"""
     policies: Annotated[Policies, FLAT] = Policies()
     max_running: int = 64
     """requests side by side, if memory allows"""

@@ -3,6 +3,7 @@
 traces.py     what requests there were: three formats of files, read into one
 settings.py   the model as bytes, the memory, the speeds and the replicas
 replayer.py   requests go through cores; copies and computing take the time that the speeds say, or none
+routing.py    which replica gets a request
 belady.py     how many tokens no cache of a size could have hit more of
 sweep.py      the miss ratio of every eviction order at many sizes, beside that bound
 command.py    `kvarve simulate`

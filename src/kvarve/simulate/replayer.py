@@ -26,7 +26,7 @@ from kvarve.core.reasons import Reason
 from kvarve.keys import TOKEN_BYTES, bind_to_chunk, object_name, root_key
 from kvarve.memory.record import record_bytes
 from kvarve.model import PoolSpec, Tier
-from kvarve.routing import PrefixRouter, Prompt
+from kvarve.simulate.routing import PrefixRouter
 from kvarve.simulate.settings import SimulationConfig
 from kvarve.simulate.traces import Advance, Infinite, Prompts, TraceRequest, has_prompts, read_trace
 from kvarve.storage.base import LruIndex
@@ -282,7 +282,7 @@ class Router:
     """Which replica gets a request."""
 
     def __init__(self, replicas: list[Replica], routing: str) -> None:
-        self._replicas, self._by_prefix = replicas, PrefixRouter(len(replicas))
+        self._replicas, self._by_prefix = replicas, PrefixRouter()
         self._dice = random.Random(SEED) if routing == "random" else None
 
     def choose(self, root: bytes, packed: bytes) -> Replica:
@@ -291,7 +291,7 @@ class Router:
         if self._dice:
             return self._dice.choice(self._replicas)
         work = [TOKEN_BYTES * each.work for each in self._replicas]
-        return self._replicas[self._by_prefix.choose(Prompt.of(root, packed), work, range(len(work)))]
+        return self._replicas[self._by_prefix.choose(root, packed, work)]
 
 
 def replay(

@@ -9,8 +9,8 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvarve.errors import ConfigError, StorageError
+from kvarve.errors import ConfigError, KvarveError, StorageError
 from kvarve.regions import HostRegion
 from kvarve.sizes import parse_size
 from kvarve.storage.base import ANY_NAME, Around, Damaged, Storage
@@ -290,10 +290,12 @@ def _opening(
     backend, wrap = backend_of(url), around(url)
 
     def anew() -> Storage:
-        return backend.prepare(url, label, description)()
+        with _bugs_told(url):
+            return backend.prepare(url, label, description)()
 
     try:
-        opened = backend.prepare(url, label, description)
+        with _bugs_told(url):
+            opened = backend.prepare(url, label, description)
     except Damaged:
         if answers:
             raise
@@ -301,7 +303,8 @@ def _opening(
 
     def tried() -> Storage:
         try:
-            return opened()
+            with _bugs_told(url):
+                return opened()
         except Damaged as why:
             if answers:
                 raise
@@ -309,6 +312,18 @@ def _opening(
             return _Unopened(anew)
 
     return lambda: wrap(tried())
+
+
+@contextmanager
+def _bugs_told(url: StorageUrl) -> Iterator[None]:
+    """A KvarveError as it is; any other exception is a bug of a backend, logged and made a StorageError."""
+    try:
+        yield
+    except KvarveError:
+        raise
+    except Exception as e:
+        log.error("%s: it cannot be opened", url.text, exc_info=e)
+        raise StorageError(f"{url.text}: it cannot be opened: {type(e).__name__}: {e}") from e
 
 
 class _Unopened(Around):

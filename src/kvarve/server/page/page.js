@@ -289,24 +289,17 @@ function ask(message) {
   state("locked", "locked");
 }
 
-function replicas(number) {
-  by("replicas").hidden = !number;
-  const select = by("replica");
-  if (select.options.length !== number) select.replaceChildren(...Array.from({ length: number }, (_, at) => el("option", { value: String(at) }, at)));
-}
-
 // A header holds bytes: the key's are those of its UTF-8.
 const header = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
 async function poll() {
   running = true;
   const headers = key === null ? {} : { Authorization: `Bearer ${header(key)}` };
-  const chosen = by("replica").value, used = key;
+  const used = key;
   try {
-    const answer = await fetch(`/live/data${chosen ? `?replica=${chosen}` : ""}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS), cache: "no-store" });
+    const answer = await fetch("/live/data", { headers, signal: AbortSignal.timeout(PATIENCE_MS), cache: "no-store" });
     const data = await answer.json();
     if (used !== key) return; // forgotten, or another one was given meanwhile
-    replicas(Number(answer.headers.get("x-kvarve-replicas")));
     if (answer.status === 401 || answer.status === 403) {
       lostSince = null;
       ask(data.error.message);
@@ -338,7 +331,6 @@ function now() {
 }
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden && by("ask").hidden) now(); });
-by("replica").addEventListener("change", now);
 by("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   key = by("key").value;
