@@ -3,6 +3,7 @@
 With the real engine: tests/engines/test_vllm_demo.py.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -82,7 +83,10 @@ class Engine:
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     """Without matplotlib."""
     told = Told()
-    monkeypatch.setattr(demo_vllm.importlib.util, "find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        demo_vllm.importlib.util, "find_spec", lambda name: found(name) if name != "matplotlib" else None
+    )
     monkeypatch.setattr(demo_vllm, "python_with_vllm", lambda given: Path(sys.executable))
     monkeypatch.setattr(demo_vllm, "EngineProcess", lambda python, settings, log: Engine(told, settings))
     return told
