@@ -1,13 +1,10 @@
-"""Access control: bearer keys, their limits, and no requests that a browser sends on behalf of another site's page."""
-
-import time
+"""Access control: bearer keys, and no requests that a browser sends on behalf of another site's page."""
 
 from fastapi import Request as Http
 
 from kvarve.server.api import Refused
 from kvarve.server.keyfile import Key, Keyring
 from kvarve.server.observed import seen
-from kvarve.server.quotas import Quotas
 
 JSON = "application/json"
 # Media types that a browser sends to any site without a CORS preflight.
@@ -19,20 +16,18 @@ class Access:
     """Who may ask what of one server. Its methods are dependencies of endpoints."""
 
     def __init__(self, keys: Keyring) -> None:
-        self.keys, self.quotas = keys, Quotas(time.monotonic)
+        self.keys = keys
         # A flush needs an admin key if there may be one.
         self.flushing = self.operator if keys.guards_admin else self.api
 
     async def api(self, http: Http) -> None:
-        """The request needs an API key, if the server has any; one that is no GET counts towards the key's limits."""
+        """The request needs an API key, if the server has any."""
         if self.keys.guards_api:
-            key = self._admitted(http, admin=False)
-            if http.method not in ("GET", "HEAD"):
-                seen(http).visit = self.quotas.begin(key)
+            self._admitted(http, admin=False)
 
     async def bodies(self, http: Http) -> None:
         """A request with a body needs a key of either kind, if the server has API keys: nothing is read for a stranger.
-        Which endpoints the key opens is for others to say, and what is asked counts towards no limit here."""
+        Which endpoints the key opens is for others to say."""
         sends = http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers
         if sends and self.keys.guards_api:
             self._admitted(http, admin=self._given(http, admin=True) is not None)
@@ -44,15 +39,14 @@ class Access:
             raise Refused(403, message, code="no_admin_key")
         self._admitted(http, admin=True)
 
-    def _admitted(self, http: Http, *, admin: bool) -> Key:
+    def _admitted(self, http: Http, *, admin: bool) -> None:
         key = self._given(http, admin=admin)
         if key is None:
             name, given = "admin" if admin else "API", "authorization" in http.headers
             message = f"wrong {name} key" if given else f"this needs the {name} key: Authorization: Bearer KEY"
             code, headers = f"invalid_{name.lower()}_key", {"WWW-Authenticate": "Bearer"}
             raise Refused(401, message, code=code, headers=headers)
-        seen(http).key = key.name
-        return key
+        seen(http).key = key
 
     def _given(self, http: Http, *, admin: bool) -> Key | None:
         given = http.headers.get("authorization", "").encode("latin-1")
