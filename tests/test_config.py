@@ -50,12 +50,11 @@ def least(pools: tuple[PoolSpec, ...], page_tokens: int, chunk_tokens: int, reco
     [
         ("write_policy", ["write_behind"], "unknown write policy 'write_behind'; known: write_through, "),
         ("prefetch_policy", ["eager"], "unknown prefetch policy 'eager'; known: best_effort, wait_complete, timeout"),
-        ("eviction", ["mru"], "unknown eviction order 'mru'; known: lru, lfu, s3fifo, priority, flops"),
+        ("eviction", ["mru"], "unknown eviction order 'mru'; known: lru, lfu, s3fifo, priority"),
         ("selective_uses", [0, -3], "at least 1"),
         ("snapshot_every", [-1], "give 0 or more"),
         ("snapshot_gap", [-1], "give 0 or more"),
         ("states", [-1], "keep -1 states"),
-        ("cost_doubles_at", [-5], "after -5 tokens"),
         ("load_at_least", [-1], "cannot be negative"),
         ("fetch_at_least", [-1], "cannot be negative"),
         ("host_share", [0.0, 1.5, math.nan], "above 0 and at most 1, not "),

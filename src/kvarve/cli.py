@@ -223,4 +223,4 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="
 
 app.command(keys)
 keys.command("kvarve.server.keys_cli:new", name="new", help="Make a key: it is shown once, and kept nowhere.")
-keys.command("kvarve.server.keys_cli:ls", name="ls", help="Check a file of keys, and list them with their limits.")
+keys.command("kvarve.server.keys_cli:ls", name="ls", help="Check a file of keys, and list them.")

@@ -123,12 +123,6 @@ class Maintain:
 class NewKey:
     file: Path | None = None
     """also add the line to this file, which is made if there is none"""
-    requests_per_minute: PositiveInt | None = None
-    """no limit unless given"""
-    tokens_per_minute: PositiveInt | None = None
-    """of prompts and answers together; no limit unless given"""
-    concurrent_requests: PositiveInt | None = None
-    """no limit unless given"""
     salt: str | None = None
     """requests of keys with another salt, or none, share no page with those of this one"""
     admin: bool = False

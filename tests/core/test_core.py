@@ -155,7 +155,6 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
         ({"selective_uses": 0}, "at least 1"),
         ({"storage_deadline_s": 0.0}, "above zero"),
         ({"prefetch_per_ki_token_s": inf}, "a wait needs an end"),
-        ({"cost_doubles_at": -1}, "as much as all else"),
         ({"states": -1}, "give 0 or more"),
         ({"fetch_at_least": -1}, "cannot be negative"),
         ({"host_share": 0.0}, "above 0 and at most 1"),

@@ -3,12 +3,11 @@
 import pytest
 
 from kvarve.core.eviction import ORDERS
-from kvarve.core.eviction.cost import PageCost
 from kvarve.core.eviction.order import OrderContext
 from kvarve.core.eviction.s3fifo import S3Fifo
 from kvarve.core.tree import Run
 from kvarve.keys import TOKEN_BYTES
-from kvarve.model import PoolSpec, Tier
+from kvarve.model import Tier
 from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 
@@ -59,44 +58,6 @@ def test_a_page_that_an_important_request_used_goes_last() -> None:
     assert survivors(world, 5) == [0, 2, 4]
 
 
-def passers_by(world: World, count: int, first: int) -> None:
-    """Short prompts that never come again, from which an order learns how long a page lasts."""
-    for seed in range(first, first + count):
-        world.request(prompt(2, seed=seed))
-
-
-@pytest.mark.parametrize(
-    ("order", "passing", "stays"), [("lru", 6, False), ("flops", 6, True), ("flops", 60, False)], ids=str
-)
-@pytest.mark.parametrize(
-    "pools",
-    [
-        pytest.param((ATTENTION,), id="far into a prompt"),
-        pytest.param((ATTENTION, STATE), id="a state alone", marks=pytest.mark.long),
-    ],
-)
-def test_what_is_dear_to_compute_stays_longer(
-    pools: tuple[PoolSpec, ...], order: str, passing: int, stays: bool
-) -> None:
-    device, pages = (16, 8) if pools == (ATTENTION,) else ([256, 4], 16)
-    world = World(config=config(*pools, device=device, eviction=order, cost_doubles_at=PAGE_TOKENS))
-    passers_by(world, 100 if len(pools) > 1 else 30, first=100)
-    world.request(prompt(pages))
-    passers_by(world, passing, first=300)
-    assert (world.hit(prompt(pages)) == (pages, pages)) is stays
-
-
-def test_where_all_costs_the_same_flops_is_lru() -> None:
-    worlds = [World(config=config(ATTENTION, device=9, eviction=order)) for order in ("lru", "flops")]
-    for turn in range(40):
-        for world in worlds:
-            world.request(prompt(1 + turn % 3, seed=turn * turn % 7))
-    assert worlds[0].log == worlds[1].log
-    assert [world.hit(prompt(3, seed=seed)) for world in worlds[:1] for seed in range(7)] == [
-        world.hit(prompt(3, seed=seed)) for world in worlds[1:] for seed in range(7)
-    ]
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_states_inside_of_prompts_go_before_those_at_their_ends(order: str) -> None:
     """With a snapshot of each page, 4 pages a prompt: room for all states of one prompt and a half."""
@@ -140,7 +101,7 @@ def test_an_order_forgets_what_left_the_tree(order: str) -> None:
 
 @pytest.mark.parametrize(("pages", "expected"), [(1, 0.0), (4, 50.0), (200, 99.0)])
 def test_a_state_ages_slower_the_more_it_saves_for_its_bytes(pages: int, expected: float) -> None:
-    context = OrderContext(1, 1, PageCost(), lambda: 100, chain_bytes_of_snapshot=0.5)  # it takes as much as two pages
+    context = OrderContext(lambda: 100, chain_bytes_of_snapshot=0.5)  # it takes as much as two pages
     run = Run(None, 0, bytes(TOKEN_BYTES * pages), b"", pools=2, page_tokens=1)
     assert context.last_use(run) == expected
 

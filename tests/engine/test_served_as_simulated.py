@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvarve.config import CacheConfig
-from kvarve.core.policies import Policies
 from kvarve.engine.engine import Engine
 from kvarve.engine.model import LoadedModel, load_model
 from kvarve.engine.requests import Request, Sampling
@@ -38,18 +37,17 @@ def prompts(requests: int) -> list[list[int]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("eviction", ["lru", "auto"])
 @pytest.mark.parametrize(("requests", "device_mib", "host_mib"), [(500, 5, 0), (500, 5, 2)])
 def test_a_server_hits_what_the_simulator_says(
-    model: LoadedModel, tmp_path: Path, requests: int, device_mib: int, host_mib: int, eviction: str
+    model: LoadedModel, tmp_path: Path, requests: int, device_mib: int, host_mib: int
 ) -> None:
     asked, trace = prompts(requests), tmp_path / "trace.jsonl"
     rows = ({"timestamp": 1000 * at, "tokens": tokens} for at, tokens in enumerate(asked))
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    memory, policies = (device_mib << 20, host_mib << 20), Policies(eviction=eviction)
-    config = SimulationConfig(*memory, model=MODEL, page_tokens=64, chunk_tokens=256, policies=policies)
+    memory = device_mib << 20, host_mib << 20
+    config = SimulationConfig(*memory, model=MODEL, page_tokens=64, chunk_tokens=256)
     simulated, unlimited = replay(trace, config), replay(trace, replace(config, device_memory=1 << 30))
-    engine = Engine(model, PrefixCache(model.identity, CacheConfig(*memory, None, policies))).start()
+    engine = Engine(model, PrefixCache(model.identity, CacheConfig(*memory, None))).start()
     try:
         cached = 0
         for prompt in asked:

@@ -52,6 +52,12 @@ def test_what_left_the_device_is_found_on_the_host_and_then_in_storage(tmp_path:
     assert in_storage.evicted == {"device.kv": 6, "host.kv": 4, "storage": 0}
 
 
+def test_a_page_far_into_a_prompt_saves_more_computing_than_a_first_one(tmp_path: Path) -> None:
+    path = trace(tmp_path, line([1, 2, 3]), line([1, 2, 4]))
+    assert replay(path, settings(9)).saved_rate == 2 / 6
+    assert replay(path, settings(9, cost_doubles_at=BLOCK)).saved_rate == (1 + 2) / (2 * (1 + 2 + 3))
+
+
 def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -> None:
     lines = [line([1, 2, 3, 4]), line([1, 2, 5]), line([1, 2, 6]), line([1, 2, 3, 4])]
     room = {"device_memory": 1 << 30, "kv_bytes_per_token": 1024}

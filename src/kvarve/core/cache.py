@@ -173,8 +173,6 @@ class Core(Growing):
         self.leases[lease.number] = lease
         if read:
             if not again:
-                if self.slot_pools.shadows:
-                    self.slot_pools.saw(run, known, tokens)
                 self.slot_pools.ages.asked(run, now)
             self.slot_pools.touch(run, self.paths.near(known))  # it will be read soon
             if self.copies.storage:

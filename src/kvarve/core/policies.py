@@ -9,7 +9,6 @@ from functools import cached_property
 from math import inf
 
 from kvarve.core.eviction import ORDERS
-from kvarve.core.eviction.cost import PageCost
 from kvarve.core.snapshots import Snapshots
 from kvarve.errors import ConfigError
 
@@ -76,9 +75,7 @@ class Policies:
     states: int = 0
     """the most windows or states of each kind that a memory tier keeps; 0: as the traffic asks"""
     eviction: str = "lru"
-    """eviction order: lru, lfu, s3fifo, priority, flops, or auto (lru or s3fifo, as the traffic asks)"""
-    cost_doubles_at: int = 0
-    """tokens after which attention costs as much as all else, for eviction by flops; 0: never"""
+    """eviction order: lru, lfu, s3fifo or priority"""
     load_at_least: int = 0
     """the fewest tokens that a copy from the host to the device has to save"""
     fetch_at_least: int = 0
@@ -108,8 +105,6 @@ class Policies:
         self.patience()
         if self.eviction not in ORDERS:
             raise ConfigError(f"unknown eviction order {self.eviction!r}; known: {', '.join(ORDERS)}")
-        if self.cost_doubles_at < 0:
-            raise ConfigError(f"attention cannot cost as much as all else after {self.cost_doubles_at} tokens")
         if self.states < 0:
             raise ConfigError(f"memory cannot keep {self.states} states: give 0 or more")
         if min(self.load_at_least, self.fetch_at_least) < 0:
@@ -136,10 +131,6 @@ class Policies:
     def snapshots(self) -> Snapshots:
         """Which windows and states are worth keeping."""
         return Snapshots(self.snapshot_ends, self.snapshot_branches, self.snapshot_every, self.snapshot_gap)
-
-    def cost(self, page_tokens: int) -> PageCost:
-        """The cost of recomputing a page of `page_tokens` tokens."""
-        return PageCost(1.0, page_tokens / self.cost_doubles_at if self.cost_doubles_at else 0.0)
 
     def patience(self) -> Patience:
         """How long a request waits for storage: also under "wait_complete" at most the storage deadline for each copy.

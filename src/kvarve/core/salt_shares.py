@@ -8,7 +8,7 @@ they let go; the next step cuts the salt back.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvarve.core.eviction import order_for
+from kvarve.core.eviction import ORDERS
 from kvarve.core.eviction.order import Order, OrderContext
 from kvarve.core.tree import Run, root_of
 
@@ -27,7 +27,7 @@ class SaltShares:
 
     def __init__(self, state: "State", slot_pools: "SlotPools", contexts: list[OrderContext]) -> None:
         policies, self._counters = state.config.policies, state.counters
-        self._slot_pools, self._contexts, self._eviction = slot_pools, contexts, policies.eviction
+        self._slot_pools, self._contexts, self._new_order = slot_pools, contexts, ORDERS[policies.eviction]
         share = policies.salt_share
         pools = len(slot_pools.pools)
         self.page_bytes = [pool.payload_bytes for pool in slot_pools.pools] * len(slot_pools.memory)  # by place
@@ -40,7 +40,7 @@ class SaltShares:
                 self.most.append(int(share * extents.cut.most_bytes(self.page_bytes[:pools])))
                 continue
             for place in places:
-                slots = max(int(share * slot_pools.capacity[place]), contexts[place].lookback or 1)
+                slots = max(int(share * slot_pools.capacity[place]), slot_pools.pools[place % pools].lookback or 1)
                 self.places.append([place])
                 self.most.append(slots * self.page_bytes[place])
         self.budget = {place: budget for budget, places in enumerate(self.places) for place in places}
@@ -65,8 +65,7 @@ class SaltShares:
 
     def _begin(self, salt: bytes) -> None:
         self.orders[salt] = {
-            number: order_for(self._eviction, self._contexts[number % len(self._contexts)])
-            for number in self._slot_pools.orders
+            number: self._new_order(self._contexts[number % len(self._contexts)]) for number in self._slot_pools.orders
         }
         if top := self._slot_pools.roots.get(salt):
             stack: list[Run] = [*top.children.values()]

@@ -16,8 +16,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from kvarve.boundaries import leading, members, of, ones, read_before, span, union
-from kvarve.core.eviction import order_for
-from kvarve.core.eviction.auto import Auto, Shadows
+from kvarve.core.eviction import ORDERS
 from kvarve.core.eviction.order import Order, OrderContext
 from kvarve.core.extents import Cut, Extents
 from kvarve.core.ghosts import Ghosts
@@ -25,7 +24,7 @@ from kvarve.core.levels import Ages
 from kvarve.core.policies import WritePolicy
 from kvarve.core.residency import Residency
 from kvarve.core.salt_shares import SaltShares
-from kvarve.core.tree import Root, Run, root_of, traces_of, upward
+from kvarve.core.tree import Root, Run, root_of, upward
 from kvarve.errors import ConfigError
 from kvarve.keys import TOKEN_BYTES
 from kvarve.model import MEMORY_TIERS, Tier
@@ -70,31 +69,23 @@ class SlotPools:
             for place, count in enumerate(self.capacity)
         ]
         self._lookbacks = [pool.lookback for pool in self.pools] * len(self.memory)  # by place
-        cost = config.policies.cost(config.page_tokens)
         chains = sum(pool.payload_bytes for pool in self.pools if pool.lookback is None)
         snapshot = sum(pool.lookback * pool.payload_bytes for pool in self.pools if pool.lookback is not None)
         # What leaves the last tier has to be computed again; of what leaves another, bytes are brought back.
         last = max((place // pools for place, count in enumerate(self.capacity) if count), default=0)
         contexts = [
-            OrderContext(
-                place, back, cost, lambda: self.tick, chains / snapshot if back and place // pools == last else 0.0
-            )
+            OrderContext(lambda: self.tick, chains / snapshot if back and place // pools == last else 0.0)
             for place, back in enumerate(self._lookbacks)
         ]
         # By place; behind all places, those of spare pages, which a chain has none of.
-        self.orders = {place: order_for(config.policies.eviction, context) for place, context in enumerate(contexts)}
+        new_order = ORDERS[config.policies.eviction]
+        self.orders = {place: new_order(context) for place, context in enumerate(contexts)}
         for place, context in enumerate(contexts):
-            if context.lookback is not None:
-                self.orders[len(contexts) + place] = order_for(config.policies.eviction, context)
+            if not self.is_chain(place):
+                self.orders[len(contexts) + place] = new_order(context)
         self._step = config.step(snapshot / chains) if snapshot and chains else 0
         self.counts_uses = any(order.counts_uses for order in self.orders.values())
         self.chains = tuple(i for i, pool in enumerate(self.pools) if pool.lookback is None)
-        # By memory tier, where the traffic chooses the order. Shadows are of chains alone: which windows and states are
-        # kept changes what a chain's page is worth, and LRU was better for those (decision 6).
-        self.shadows: dict[int, Shadows] = {}
-        if len(self.chains) == pools and config.policies.eviction == "auto":
-            sizes = ((tier, self.capacity[tier * pools]) for tier in tiers)
-            self.shadows = {tier: Shadows(pages) for tier, pages in sizes if pages}
         # Positions leave the tree with a chain's page, or with the last one of all.
         self._rests_on = self.chains or tuple(range(len(self.pools)))
         pages = sum(sum(self.capacity[pool :: len(self.pools)]) for pool in self._rests_on)
@@ -195,18 +186,6 @@ class SlotPools:
         if root is not None and not root.children:
             self.shape += 1
             del self.roots[key]
-
-    def saw(self, tail: Run, known: int, tokens: bytes) -> None:
-        """A request reads a prompt, of which `known` pages are in the tree, the last of them in `tail`; the traffic
-        chooses the eviction order of each tier."""
-        traces = traces_of(tail, known, tokens)
-        for tier, shadows in self.shadows.items():
-            first = tier * len(self.pools)
-            if shadows.see(traces):
-                for place in range(first, first + len(self.pools)):
-                    order = self.orders[place]
-                    assert isinstance(order, Auto)
-                    order.become(shadows.best)
 
     # --- slots and residency
 

@@ -321,20 +321,6 @@ def root_of(run: Run) -> Run:
     return run
 
 
-def traces_of(tail: Run, known: int, tokens: bytes) -> list[int]:
-    """The traces of all full pages of a prompt, of which `known` are in the tree, the last of them in `tail`."""
-    parts, run, width = [tail.traces[: known - tail.first]], tail, tail.width
-    while run.parent is not None:
-        run = run.parent
-        parts.append(run.traces)
-    traces = [trace for part in reversed(parts) for trace in part]
-    trace = traces[-1] if traces else xxh3_64_intdigest(run.named)
-    for at in range(known * width, len(tokens) - width + 1, width):
-        trace = xxh3_64_intdigest(tokens[at : at + width], trace)
-        traces.append(trace)
-    return traces
-
-
 def upward(run: Run, positions: int) -> list[tuple[Run, int]]:
     """The runs from `run` towards the root that hold any of `positions`, each with its share as local positions."""
     shares: list[tuple[Run, int]] = []

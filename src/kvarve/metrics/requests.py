@@ -1,7 +1,7 @@
 """Requests, connections and responses, under kvarve's names."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, InfoMetricFamily, Metric
 
@@ -88,21 +88,6 @@ def families(now: Snapshot) -> Iterator[Metric]:
     yield by("kvarve_rejected_requests", help_text, ("status",), rejected)
     help_text = "Requests with a field that was ignored, by field."
     yield by("kvarve_ignored_fields", help_text, ("field",), now.ignored_fields)
-    yield from _keys(now.keys)
     if now.spans is not None:
         help_text = "Spans of requests, by whether the collector of traces took them."
         yield by("kvarve_spans", help_text, ("outcome",), now.spans)
-
-
-def _keys(counts: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
-    told: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-        ("requests", "Requests that an API key has sent, by the key's name.", ("key",)),
-        ("prompt_tokens", "Tokens of prompts, by the name of the key that sent them.", ("key",)),
-        ("output_tokens", "Tokens generated, by the name of the key that asked for them.", ("key",)),
-        ("refused", "Requests that a limit of their key has refused, by key and limit.", ("key", "limit")),
-    )
-    if any(counts.values()):
-        for name, help_text, labels in told:
-            yield by(f"kvarve_key_{name}", help_text, labels, counts[name])
-        help_text = "Requests of an API key that have not ended, by the key's name."
-        yield by("kvarve_key_running", help_text, ("key",), counts["running"], level=True)

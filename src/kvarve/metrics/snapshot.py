@@ -40,7 +40,6 @@ class Snapshot:
     closed_connections: Mapping[str, int] = field(default_factory=dict)  # by reason
     responses: Mapping[tuple[str, str, int], int] = field(default_factory=dict)  # by method, route and status
     ignored_fields: Mapping[str, int] = field(default_factory=dict)  # requests that had each
-    keys: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by what is counted, then by the key's name
     spans: Mapping[str, int] | None = None  # by outcome; None: no traces are sent
 
     def under(self, prefix: str) -> dict[str, float]:

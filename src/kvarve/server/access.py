@@ -1,13 +1,10 @@
-"""Access control: bearer keys, their limits, and no requests that a browser sends on behalf of another site's page."""
-
-import time
+"""Access control: bearer keys, and no requests that a browser sends on behalf of another site's page."""
 
 from fastapi import Request as Http
 
 from kvarve.server.api import Refused
-from kvarve.server.keyfile import Key, Keyring
+from kvarve.server.keyfile import Keyring
 from kvarve.server.observed import seen
-from kvarve.server.quotas import Quotas
 
 JSON = "application/json"
 # Media types that a browser sends to any site without a CORS preflight.
@@ -19,16 +16,14 @@ class Access:
     """Who may ask what of one server. Its methods are dependencies of endpoints."""
 
     def __init__(self, keys: Keyring) -> None:
-        self.keys, self.quotas = keys, Quotas(time.monotonic)
+        self.keys = keys
         # A flush needs an admin key if there may be one.
         self.flushing = self.operator if keys.guards_admin else self.api
 
     async def api(self, http: Http) -> None:
-        """The request needs an API key, if the server has any; one that is no GET counts towards the key's limits."""
+        """The request needs an API key, if the server has any."""
         if self.keys.guards_api:
-            key = self._admitted(http, admin=False)
-            if http.method not in ("GET", "HEAD"):
-                seen(http).visit = self.quotas.begin(key)
+            self._admitted(http, admin=False)
 
     async def operator(self, http: Http) -> None:
         """The request needs an admin key, and is refused if the server has none."""
@@ -37,7 +32,7 @@ class Access:
             raise Refused(403, message, code="no_admin_key")
         self._admitted(http, admin=True)
 
-    def _admitted(self, http: Http, *, admin: bool) -> Key:
+    def _admitted(self, http: Http, *, admin: bool) -> None:
         given = http.headers.get("authorization", "").encode("latin-1")
         key = self.keys.find(given.removeprefix(_BEARER), admin=admin) if given.startswith(_BEARER) else None
         if key is None:
@@ -46,8 +41,7 @@ class Access:
             message = f"wrong {name} key" if "authorization" in http.headers else asked
             code, headers = f"invalid_{name.lower()}_key", {"WWW-Authenticate": "Bearer"}
             raise Refused(401, message, code=code, headers=headers)
-        seen(http).key = key.name
-        return key
+        seen(http).key = key
 
 
 async def no_pages(http: Http) -> None:

@@ -18,8 +18,8 @@ from kvarve.engine.requests import Finish, OutputChunk, Request
 from kvarve.errors import Busy
 from kvarve.server.api import Refused
 from kvarve.server.forms import Choice, Form, ResponseUsage, event
+from kvarve.server.keyfile import Key
 from kvarve.server.prepare import ClientGone, Prepared
-from kvarve.server.quotas import Visit
 from kvarve.ticket import Ticket
 
 RETRY_AFTER = {"Retry-After": "1"}
@@ -30,16 +30,16 @@ T = TypeVar("T")
 class Answer:
     """The answers to one request on the event loop: chunks arrive in order, and the client may disconnect."""
 
-    def __init__(self, engine: Engine, receive: Receive, visit: Visit | None) -> None:
-        """To be made after the body has been read; from then on it watches for a disconnect. `visit`: of a key, which
-        is told of its tokens and whose salt it gets."""
+    def __init__(self, engine: Engine, receive: Receive, key: Key | None) -> None:
+        """To be made after the body has been read; from then on it watches for a disconnect. `key`: whose salt it
+        gets."""
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._chunks: asyncio.Queue[tuple[int, OutputChunk] | None] = asyncio.Queue()  # None: the client has gone
         self._arrived_s = time.monotonic()
         self._first_s: float | None = None
         self._requests: list[Request] = []
         self.prepared: Prepared | None = None
-        self._visit = visit
+        self._key = key
         self.choices: list[Choice] = []
         self.ticket: Ticket | None = None  # of a prompt that was to be handed over
         self.open: set[int] = set()  # indices of answers that run or wait
@@ -87,12 +87,9 @@ class Answer:
         return done.result()
 
     def submit(self, prepared: Prepared) -> None:
-        """Submit to the engine; runs on a lane's thread. OverQuota: the key has no tokens left."""
+        """Submit to the engine; runs on a lane's thread."""
         request, self.prepared = prepared.request, prepared
-        salt = request.salt
-        if self._visit is not None:
-            self._visit.prompt(sum(map(len, prepared.prompts)))
-            salt = self._visit.key.salted(salt)
+        salt = request.salt if self._key is None else self._key.salted(request.salt)
         within_s, ticket = request.hand_over.hand_over_s, request.hand_over.opened()
         each, requests = len(prepared.samplings) // len(prepared.prompts), list[Request]()
         for index, sampling in enumerate(prepared.samplings):
@@ -187,9 +184,6 @@ class Answer:
 
     def _deliver(self, index: int, chunk: OutputChunk) -> None:
         """Runs on the engine's thread."""
-        assert self.prepared is not None
-        if self._visit is not None and index not in self.prepared.mute:
-            self._visit.answered(len(chunk.tokens))
         if self._first_s is None and chunk.tokens:
             self._first_s = time.monotonic()
         with suppress(RuntimeError):  # the loop has closed, so no client is left

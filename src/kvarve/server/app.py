@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from math import ceil
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -40,7 +39,6 @@ from kvarve.server.live import Live, page_routes, rejections
 from kvarve.server.observed import Observed, Responses, acts, seen
 from kvarve.server.openapi import openapi_routes
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
-from kvarve.server.quotas import OverQuota
 from kvarve.server.sglang import folder, sglang_routes
 from kvarve.server.snapshot import snapshot
 from kvarve.server.traces import Traces, told
@@ -202,12 +200,12 @@ class _Front:
         """`prefix`: of the response's id."""
         answer: Answer | None = None
         noted, recent = seen(http), self.live.recent
-        entry = recent.begin(noted.id, http.url.path, noted.key)
+        entry = recent.begin(noted.id, http.url.path, noted.key.name if noted.key else "")
         noted.ended = lambda status: recent.end(entry, status)
         noted.traced = lambda: told(kind.operation, prefix + noted.id, answer)
         try:
             async with self.body(http) as body:
-                answer = entry.answer = Answer(self._engine, http.receive, noted.visit)
+                answer = entry.answer = Answer(self._engine, http.receive, noted.key)
                 prepared = await answer.when(self._prepare(answer, kind, body))
             request = prepared.request
             noted.answered = answer.summary
@@ -281,7 +279,6 @@ class _Front:
             tokenizing=len(self._preparing),
             responses=self.responses,
             ignored_fields=self._preparer.ignored.counts(),
-            keys=self._access.quotas.counts(),
             spans=None if self._traces is None else self._traces.counts(),
         )
 
@@ -344,8 +341,6 @@ async def _error(http: Http, e: Exception) -> Response:
         refused = Refused(400, str(e), param=TRANSFER if isinstance(e, HandOverError) else None)
     elif isinstance(e, UnderWay):
         refused = Refused(409, str(e), code="change_under_way")
-    elif isinstance(e, OverQuota):
-        refused = Refused(429, str(e), code="rate_limit_exceeded", headers={"Retry-After": f"{ceil(e.wait_s) or 1}"})
     elif isinstance(e, Busy):
         refused = Refused(503, str(e), code="busy", headers=RETRY_AFTER)
     else:

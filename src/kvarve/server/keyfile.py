@@ -1,6 +1,6 @@
-"""API keys as an operator keeps them: a TOML file of names, SHA-256 digests and limits. It never holds a key itself.
+"""API keys as an operator keeps them: a TOML file of names, SHA-256 digests and salts. It never holds a key itself.
 
-    team-a = { sha256 = "9f86...", requests_per_minute = 600, salt = "team-a" }
+    team-a = { sha256 = "9f86...", salt = "team-a" }
 
 A key is 32 random bytes, so its plain digest cannot be turned back. Light to import: `kvarve keys` needs no server.
 """
@@ -35,13 +35,10 @@ _MOST_LETTERS = 1024  # of a salt
 
 @dataclass(frozen=True)
 class Key:
-    """What a bearer of one key may do. None: without a limit."""
+    """What a bearer of one key may do."""
 
     name: str
     sha256: str  # of the key, 64 hex digits
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # of prompts and answers
-    concurrent_requests: int | None = None
     salt: str | None = None  # requests of other keys share no page with those of this one
     admin: bool = False  # it opens /admin as well
 
@@ -58,7 +55,6 @@ class Key:
         return salt if self.salt is None else json.dumps({"key": self.salt, "salt": salt})
 
 
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
 _FIELDS = [each.name for each in fields(Key) if each.name != "name"]
 
 
@@ -66,11 +62,11 @@ def digest(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
-def new_key(name: str, **limits: Any) -> tuple[str, Key]:
-    """A new random key, and what the file says of it. ConfigError for a bad name or limit."""
+def new_key(name: str, salt: str | None = None, admin: bool = False) -> tuple[str, Key]:
+    """A new random key, and what the file says of it. ConfigError for a bad name or salt."""
     key = f"kvarve-{secrets.token_urlsafe(32)}"
-    given = {field: value for field, value in limits.items() if value is not None}
-    return key, _key("kvarve keys", name, {"sha256": digest(key.encode()), **given})
+    given = {} if salt is None else {"salt": salt}
+    return key, _key("kvarve keys", name, {"sha256": digest(key.encode()), "admin": admin, **given})
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
@@ -96,7 +92,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     owner: dict[str, str] = {}
     for key in keys:
         if (other := owner.setdefault(key.sha256, key.name)) != key.name:
-            raise ConfigError(f"{path}: {other} and {key.name} are the same key: which limits count?")
+            raise ConfigError(f"{path}: {other} and {key.name} are the same key: leave one of them out")
     return keys
 
 
@@ -113,9 +109,6 @@ def _key(path: str, name: str, about: Any) -> Key:
             raise ConfigError(f"{where}: unknown field {field[:80]!r}{closest(field, _FIELDS)}; {', '.join(_FIELDS)}")
     if not isinstance(about.get("sha256"), str) or not _SHA256.fullmatch(about["sha256"]):
         raise ConfigError(f"{where}: sha256 has 64 hex digits (0-9, a-f), the digest of the key")
-    for field in _LIMITS:
-        if field in about and (type(about[field]) is not int or not 0 < about[field] < 1 << 53):
-            raise ConfigError(f"{where}: {field} is a whole number above 0; leave it out for no limit")
     salt = about.get("salt", "salt")
     if not isinstance(salt, str) or not 0 < len(salt) <= _MOST_LETTERS or not salt.isprintable():
         raise ConfigError(f"{where}: salt is a text of 1 to {_MOST_LETTERS} printable characters")
@@ -152,7 +145,7 @@ class Keyring:
         flags = {key.sha256: key.name for key in self._fixed}
         for key in keys:
             if (flag := flags.get(key.sha256)) is not None:
-                raise ConfigError(f"{self._path}: {key.name} is the key that --{flag} gives: which limits count?")
+                raise ConfigError(f"{self._path}: {key.name} is the key that --{flag} gives: leave one of them out")
         return self._fixed + keys
 
     def find(self, given: bytes, *, admin: bool) -> Key | None:

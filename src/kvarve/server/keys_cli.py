@@ -11,14 +11,13 @@ from kvarve.errors import ConfigError
 from kvarve.reports import Printer, plain_table
 from kvarve.server.keyfile import Key, new_key, read_keys
 
-Name = Annotated[str, Parameter(name="NAME", help="of the key, in the log and in metrics")]
+Name = Annotated[str, Parameter(name="NAME", help="of the key, in the log")]
 File = Annotated[Path, Parameter(name="FILE", help="that kvarve serve --api-keys reads")]
 
 
 def new(name: Name, /, *, options: NewKey = NewKey()) -> None:
-    given = {**asdict(options)}
-    file = given.pop("file")
-    secret, key = new_key(name, **given)
+    file = options.file
+    secret, key = new_key(name, options.salt, options.admin)
     if file is not None:
         _add(file, key)
     print(f"key   {secret}")
@@ -40,11 +39,9 @@ def _add(file: Path, key: Key) -> None:
 
 def ls(file: File, /, *, options: Maintain = Maintain()) -> int:
     found, out = read_keys(file), Printer(options.json)
-    table = plain_table("name", "salt", "admin", right=("requests/min", "tokens/min", "at once"))
+    table = plain_table("name", "salt", "admin")
     for key in found:
-        limits = key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests
-        shown = [f"{limit:,}" if limit is not None else "-" for limit in limits]
-        table.add_row(key.name, key.salt or "-", "yes" if key.admin else "no", *shown)
+        table.add_row(key.name, key.salt or "-", "yes" if key.admin else "no")
     if found:
         out.table(table)
     out.say(f"{len(found)} {'key' if len(found) == 1 else 'keys'}")

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from fastapi import Request as Http
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvarve.server.quotas import Visit
+from kvarve.server.keyfile import Key
 from kvarve.server.traces import Attributes, Traces
 
 log = logging.getLogger(__name__)
@@ -41,8 +41,7 @@ class Seen:
 
     id: str
     act: str | None = None  # of an operator
-    key: str = ""  # the name of the one that admitted it
-    visit: Visit | None = None  # counted towards the limits of its key
+    key: Key | None = None  # that admitted it
     answered: Callable[[], str] = field(default=lambda: "")
     ended: Callable[[int], None] = field(default=lambda _: None)  # gets the status
     traced: Callable[[], Attributes] | None = None  # what its span says, if it gets one
@@ -73,8 +72,6 @@ class Observed:
             await self._app(scope, receive, sent)
         finally:
             seen.ended(status)
-            if seen.visit is not None:
-                seen.visit.end()
             method = scope["method"] if scope["method"] in METHODS else "other"
             self._responses[method, getattr(scope.get("route"), "path", "none"), status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
@@ -83,11 +80,11 @@ class Observed:
                 path = scope["path"][:MOST_PATH]
                 self._traces.add(scope["headers"], scope["method"], path, status, began_ns, seen.traced())
             if seen.act is not None:
-                whom = f"{peer} with {seen.key}" if seen.key else peer
+                whom = f"{peer} with {seen.key.name}" if seen.key else peer
                 audit.info("%s: %s by %s: %s: %d", seen.id, what, whom, seen.act or "asked", status)
             level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
             if log.isEnabledFor(level):
-                told = [part for part in (seen.key and f"key {seen.key}", seen.answered()) if part]
+                told = [part for part in (seen.key and f"key {seen.key.name}", seen.answered()) if part]
                 log.log(level, "%s: %s: %s", seen.id, what, ", ".join([f"{status} in {seconds:.3f} s", *told]))
 
 

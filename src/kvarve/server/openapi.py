@@ -38,7 +38,6 @@ ERRORS = {
     413: "the body is too large",
     415: "the body is a form",
     421: "the server does not answer to the name in Host",
-    429: "the key's limits are reached; Retry-After says for how long",
     500: "the answer could not be computed: `message` says why",
     503: "the server is full, draining or without its engine; empty if no connection was free",
 }
@@ -232,9 +231,7 @@ def _written(told: Operation, method: str, known: Json, keys: Keyring, bodies: d
     errors = {*ALWAYS, *told.errors}
     if guarded:
         errors.add(401)
-    if told.key == "api":
-        errors |= {403, 429} if method != "get" else set()
-    elif told.key:
+    if told.key and (told.key != "api" or method != "get"):
         errors.add(403)
     if told.key == "flush":
         errors.add(415)
@@ -258,7 +255,7 @@ def _written(told: Operation, method: str, known: Json, keys: Keyring, bodies: d
     refused = {JSON: {"schema": {"$ref": _REF.format(model="Error")}}}
     for status in sorted(errors):
         answer: Json = {"description": ERRORS[status], "content": refused}
-        if status in (429, 503):
+        if status == 503:
             answer["headers"] = {"Retry-After": {"required": True, "schema": WHOLE}}
         written["responses"][str(status)] = answer
     written["security"] = [{(ADMIN_KEY if admin else KEY).replace(" ", "_"): []}] if guarded else []

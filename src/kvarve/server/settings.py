@@ -86,7 +86,7 @@ class Settings:
     admin_key: Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_var=True)] = None
     """opens /admin, off without one; the environment says it unseen by `ps`"""
     api_keys: Path | None = None
-    """a TOML file of several keys with limits, read again when it changes: see `kvarve keys --help`"""
+    """a TOML file of several keys, read again when it changes: see `kvarve keys --help`"""
     tls_cert: Path | None = None
     """a PEM file of the certificate and its chain: the server speaks HTTPS; read again on SIGHUP"""
     tls_key: Path | None = None

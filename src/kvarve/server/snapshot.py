@@ -20,7 +20,6 @@ def snapshot(
     tokenizing: int,
     responses: Mapping[tuple[str, str, int], int],
     ignored_fields: Mapping[str, int],
-    keys: Mapping[str, Mapping[str, int]],
     spans: Mapping[str, int] | None = None,
 ) -> Snapshot:
     """From any thread. `name`: of the model, as clients know it."""
@@ -62,6 +61,5 @@ def snapshot(
         closed_connections={} if connections is None else dict(connections.closed),
         responses=dict(responses),
         ignored_fields=ignored_fields,
-        keys=keys,
         spans=spans,
     )

@@ -171,7 +171,6 @@ class Replica:
         self.core, self.work, self.requests = Core(config.core()), 0, 0
         self._config, self._clock, self._report = config, clock, report
         self._transfers = Transfers(self.core.pools, storage, report.moved_bytes)
-        self._cost = config.policies.cost(config.page_tokens)
         self._patience = config.policies.patience() if config.late else WAIT_COMPLETE
         self._waiting: deque[tuple[TraceRequest, float, Lease]] = deque()
         self._computing = False
@@ -234,8 +233,8 @@ class Replica:
             report.hit_tokens[tier.name.lower()] += pages * page
         for reason, tokens in self.core.explain(lease).items():
             report.reasons[reason.value] += tokens
-        report.cost += self._cost.of(0, request.input_length // page)
-        report.saved_cost += self._cost.of(0, lease.boundary)
+        report.cost += self._config.cost(request.input_length // page)
+        report.saved_cost += self._config.cost(lease.boundary)
         self.work += request.input_length - lease.boundary * page
 
     # --- transfers

@@ -48,6 +48,8 @@ class SimulationConfig:
     """tokens of a page"""
     chunk_tokens: int = 0
     """the prefill grid; 0: the page size"""
+    cost_doubles_at: int = 0
+    """tokens after which attention costs as much as all else, for the share of computing saved; 0: never"""
     prefill_tokens_per_s: int = 0
     """tokens that a replica computes per second, 0: at once"""
     storage_bytes_per_s: Size = Size(0)
@@ -110,6 +112,11 @@ class SimulationConfig:
     @property
     def grid(self) -> int:
         return self.chunk_tokens or self.page_tokens
+
+    def cost(self, pages: int) -> float:
+        """The cost of computing the first pages of a prompt, in first pages: attention reads all pages before."""
+        grows = self.page_tokens / self.cost_doubles_at if self.cost_doubles_at else 0.0
+        return pages * (1 + grows * (pages - 1) / 2)
 
     @cached_property
     def pools(self) -> tuple[PoolSpec, ...]:

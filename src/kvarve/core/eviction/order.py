@@ -11,19 +11,15 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
-from kvarve.core.eviction.cost import PageCost
 from kvarve.core.tree import Run
 
 
 @dataclass(frozen=True)
 class OrderContext:
-    """What an order may know of its slot pool: its index, its pool's lookback, the cost of computing a page, the
-    current tick (the count of uses so far), and the bytes of a page of all chains as part of those of all windows and
-    states that a request resumes from (0 if this is a chain, there are none, or another tier has what leaves)."""
+    """What an order may know of its slot pool: the current tick (the count of uses so far), and the bytes of a page of
+    all chains as part of those of all windows and states that a request resumes from (0 if this is a chain, there are
+    none, or another tier has what leaves)."""
 
-    number: int
-    lookback: int | None
-    cost: PageCost
     tick: Callable[[], int]
     chain_bytes_of_snapshot: float = 0.0
 
@@ -91,13 +87,12 @@ class Ranked(Order):
         run = self.peek()
         if run is not None:
             heappop(self._heap)
-            self.taken(run)
         return run
 
     def peek(self) -> Run | None:
         while self._heap:
             rank, _, run = self._heap[0]
-            if run.tokens and not self.stale(rank, run):
+            if run.tokens and rank == self.rank(run):
                 return run
             heappop(self._heap)
             if run.tokens:
@@ -108,13 +103,6 @@ class Ranked(Order):
 
     def worth(self, run: Run) -> Any:
         return self.rank(run)
-
-    def stale(self, rank: Any, run: Run) -> bool:
-        """Whether a run's rank has changed since it was pushed."""
-        return bool(rank != self.rank(run))
-
-    def taken(self, run: Run) -> None:
-        """A run is the next victim."""
 
     def forget(self, run: Run, stands: bool) -> None:
         if not stands:

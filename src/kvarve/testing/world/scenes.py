@@ -115,7 +115,6 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         "write_policy": dice.choice([*WritePolicy]).value,
         "selective_uses": dice.randint(1, 3),
         "eviction": dice.choice([*ORDERS]),
-        "cost_doubles_at": dice.choice([0, 2 * PAGE_TOKENS]),
         "snapshot_ends": dice.random() < 0.9,
         "snapshot_branches": dice.random() < 0.8,
         "snapshot_every": dice.choice([0, 0, 4, 6]),
