@@ -33,7 +33,7 @@ from kvarve.config import CacheConfig
 from kvarve.engine.model import LoadedModel, load_model, quiet_libraries
 from kvarve.engine.ranks import Place, Ranks, started
 from kvarve.prefix_cache import PrefixCache
-from kvarve.ranks.star import FRAME, Listener
+from kvarve.ranks.star import Listener
 from kvarve.simulate.replayer import replay
 from kvarve.simulate.settings import SimulationConfig
 from kvarve.sizes import Size as Bytes
@@ -42,6 +42,7 @@ from kvarve.verify.requests import ProofRequest
 from pretend import PROMPT_BYTES, Restore
 
 RANKS = 4
+FRAME = 28  # bytes of nearly every frame, with its length
 MODEL = "deepseek_v32"
 PROMPT = 600  # tokens of a prompt of the tiny model
 START_S = 60.0
