@@ -2,10 +2,9 @@
 
     .venv/bin/python bench/lanes.py [--quick] [--json FILE] [--device DEVICE]
 
-A real transfer engine copies pages down and up, in every host layout, and their bytes and records are compared. The
-limit of the same run, in turns with the copies, is one thread's `numpy.copyto` of as many bytes in consecutive pieces
-of 1 MiB, since each lane has one thread; of a GPU, it is one copy from or to pinned memory. Ratios of the default
-layout, in both directions, the lower:
+A real transfer engine copies pages down and up, and their bytes are compared. The limit of the same run, in turns with
+the copies, is one thread's `numpy.copyto` of as many bytes in consecutive pieces of 1 MiB, since each lane has one
+thread; of a GPU, it is one copy from or to pinned memory. Ratios in both directions, the lower:
 
 `gather_over_memcpy` pages of one piece of 1 MiB, from scattered slots to consecutive ones; `scattered_over_memcpy`
 pages of 40 layers of 64 KiB, slots scattered at both ends; neither with checksums, which `checked_over_memcpy` has: the
@@ -17,7 +16,7 @@ Each figure is the best of several rounds, because other work on a machine only 
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,6 @@ import torch
 from common import arguments, machine, show, watched, write_json
 from kvarve.core.effects import Copy, Ended, Page
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.transfer.engine import TransferEngine
 from pretend import PATIENCE_S
@@ -69,14 +67,14 @@ CASES = {
 
 
 class Bench:
-    """One case in one layout."""
+    """One case."""
 
-    def __init__(self, case: Case, layout: str, size: Size, device: str) -> None:
+    def __init__(self, case: Case, size: Size, device: str) -> None:
         pages = size.payload_bytes // case.pool.payload_bytes
         rng, slots = random.Random(7), 2 * pages
         self.near = DeviceArena(case.pool, slots, device)
         kind = HostArena if case.checked else Bare
-        self.far = kind(case.pool, slots, NAMESPACE, layout=layout, device=device)
+        self.far = kind(case.pool, slots, NAMESPACE, device=device)
         self.engine = TransferEngine([self.near], [self.far], verify_host=case.checked)
         self.scattered = [rng.sample(range(slots), pages) for _ in range(4)]
         if case.consecutive:
@@ -103,10 +101,6 @@ class Bench:
             assert torch.equal(tensor[self.scattered[3]], wanted), "another page's bytes"
             tensor[self.scattered[0]] = wanted
         return found
-
-    def records(self) -> Iterator[bytes]:
-        for slot in self.scattered[2]:
-            yield bytes(self.far.record(slot))
 
     def _copy(self, source: Tier, target: Tier, at: Sequence[int], to: Sequence[int]) -> float:
         pages = tuple(Page(0, key, here, there) for key, here, there in zip(self.keys, at, to, strict=True))
@@ -150,33 +144,24 @@ def timed(work: Callable[[], None]) -> float:
 
 
 def measure(size: Size, device: str) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """The ratios, and a row for each case and layout."""
+    """The ratios, and a row for each case."""
     ratios, rows = dict[str, float](), list[dict[str, object]]()
     for name, case in watched(CASES.items(), "case", len(CASES)):
-        benches = {layout: Bench(case, layout, size, device) for layout in LAYOUTS}
-        limit, best = Memcpy(size.payload_bytes, device), dict[str, float]()
+        bench, limit, best = Bench(case, size, device), Memcpy(size.payload_bytes, device), dict[str, float]()
         for number in range(size.rounds + 1):  # the first only warms up
-            found = limit.round()
-            for layout, bench in benches.items():
-                found |= {f"{layout}_{way}": seconds for way, seconds in bench.round().items()}
+            found = limit.round() | bench.round()
             if number:
                 best |= {each: min(best.get(each, seconds), seconds) for each, seconds in found.items()}
-        if case.checked:
-            first, *others = ([*bench.records()] for bench in benches.values())
-            assert all(records == first for records in others), "layouts differ in their records"
-        over = {
-            layout: min(best[f"memcpy_{way}"] / best[f"{layout}_{way}"] for way in ("down", "up")) for layout in LAYOUTS
-        }
-        ratios[f"{name}_over_memcpy"] = over[PAGE_FIRST_DIRECT]
-        for layout, bench in benches.items():
-            speed = {each: size.payload_bytes / seconds / 1e9 for each, seconds in best.items()}
-            rows.append(
-                {"case": name, "layout": layout}
-                | {f"GB_per_s_{way}": speed[f"{layout}_{way}"] for way in ("down", "up")}
-                | {f"memcpy_{way}": speed[f"memcpy_{way}"] for way in ("down", "up")}
-                | {"over_memcpy": over[layout]}
-            )
-            bench.engine.close()
+        over = min(best[f"memcpy_{way}"] / best[way] for way in ("down", "up"))
+        ratios[f"{name}_over_memcpy"] = over
+        speed = {each: size.payload_bytes / seconds / 1e9 for each, seconds in best.items()}
+        rows.append(
+            {"case": name}
+            | {f"GB_per_s_{way}": speed[way] for way in ("down", "up")}
+            | {f"memcpy_{way}": speed[f"memcpy_{way}"] for way in ("down", "up")}
+            | {"over_memcpy": over}
+        )
+        bench.engine.close()
     return ratios, rows
 
 

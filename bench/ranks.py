@@ -32,12 +32,13 @@ from kvarve.config import CacheConfig
 from kvarve.engine.model import LoadedModel, load_model, quiet_libraries
 from kvarve.engine.ranks import Place, Ranks, started
 from kvarve.prefix_cache import PrefixCache
-from kvarve.ranks.star import FRAME, Listener
+from kvarve.ranks.star import Listener
 from kvarve.testing.models import save_checkpoint, tiny_grid, tiny_model
 from kvarve.verify.requests import ProofRequest
 from pretend import PROMPT_BYTES, Restore
 
 RANKS = 4
+FRAME = 28  # bytes of nearly every frame, with its length
 MODEL = "deepseek_v32"
 PROMPT = 600  # tokens of a prompt of the tiny model
 START_S = 60.0

@@ -111,10 +111,10 @@ def test_what_decides_knows_no_tensor_thread_or_file() -> None:
     def wrong(name: str, names: set[str], roots: set[str]) -> object:
         if top(name) not in DECIDES or name in HOW_RANKS_TALK:
             return None
-        # How large records are and how they lie is part of the settings; arenas are not.
+        # How large records are is part of the settings; arenas are not.
         memory = {each for each in names if each.startswith("kvarve.memory")}
         moves = inside(names) & {"transfer", "storage", "worker"}
-        return roots & NOT_PURE - {"logging"} | moves | memory - {"kvarve.memory.record", "kvarve.memory.layouts"}
+        return roots & NOT_PURE - {"logging"} | moves | memory - {"kvarve.memory.record"}
 
     assert not breaches(wrong)
 

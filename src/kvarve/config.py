@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from kvarve.core.extents import Cut, cut
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
-from kvarve.memory.layouts import PAGE_FIRST_DIRECT, check_layout
 from kvarve.memory.record import BLOCK_BYTES, record_bytes
 from kvarve.model import PoolSpec
 from kvarve.sizes import format_size, parse_size
@@ -21,20 +20,17 @@ NO_HOST = "storage needs host memory, through which its pages travel: give host 
 class CacheConfig:
     """The settings of one cache. Sizes in bytes; ConfigError for values that cannot work.
 
-    `storage`: a URL, or several for tiers, the near and fast one first. `host_layout`: how pages lie in host memory
-    (see `memory.layouts`); only in the default one does storage read and write them in place. `storage_key`: a file;
-    pages in storage that were not sealed with its bytes are misses (`memory.seals`).
+    `storage`: a URL, or several for tiers, the near and fast one first. `storage_key`: a file; pages in storage that
+    were not sealed with its bytes are misses (`memory.seals`).
     """
 
     device_memory: int
     host_memory: int = 0
     storage: str | tuple[str, ...] | None = field(default=None, repr=False)  # it may hold a password
     policies: Policies = Policies()
-    host_layout: str = PAGE_FIRST_DIRECT
     storage_key: str | None = None
 
     def __post_init__(self) -> None:
-        check_layout(self.host_layout)
         if self.storage and not self.host_memory:
             raise ConfigError(NO_HOST)
 

@@ -26,7 +26,6 @@ from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.device_memory import DeviceMemory, driver_of
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.host_memory import HostMemory
-from kvarve.memory.layouts import PAGE_FIRST_DIRECT
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
 from kvarve.memory.record import record_bytes, whole
 from kvarve.memory.seals import seal_of
@@ -57,8 +56,7 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, 
             config.device_memory, *shape, policies, records=False, what="device", granule=granule
         )
     if config.host_memory:
-        granule = int(config.host_layout == PAGE_FIRST_DIRECT)  # in the others slots are of no fixed place
-        slots[Tier.HOST] = divide(config.host_memory, *shape, policies, records=True, what="host", granule=granule)
+        slots[Tier.HOST] = divide(config.host_memory, *shape, policies, records=True, what="host")
     urls = parse_urls(config.storages) if config.storages else ()
     buffers = buffers_bytes(urls, max(record_bytes(pool.payload_bytes) for pool in identity.pools))
     wanted, what, have = config.host_memory + buffers, "host memory", host_bytes()
@@ -196,7 +194,6 @@ class CacheWorker:
                     self._namespace,
                     rank,
                     identity.ranks,
-                    layout=config.host_layout,
                     device=device,
                     allocate=partial(allocate, config.storages),
                     seal=self._seal,

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvarve.memory.layouts import LAYOUTS
-
 ROOT = Path(__file__).parents[2]
 STORAGES = ["file", *(["mooncake"] if find_spec("mooncake") else [])]
 EDGES = {"memcpy", "backup", "load", "load_unchecked", "raw_write", "store", "raw_read", "fetch", "restore"}
@@ -20,7 +18,7 @@ ROWS: dict[str, tuple[str, list[Any]]] = {
     "answers": ("engine", ["kvarve serve"]),
     "connections": ("streams", ["alone", "beside idle ones"]),
     "hand_over": ("storage", STORAGES),
-    "lanes": ("layout", 3 * [*LAYOUTS]),
+    "lanes": ("case", ["gather", "scattered", "checked"]),
     "mooncake": ("what", ["raw", "kvarve"]),
     "redis": ("what", ["raw", "kvarve", "kvarve, checked", "redis-py"]),
     "server": ("requests", ["engine", "http"]),

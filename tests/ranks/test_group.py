@@ -1,6 +1,7 @@
 """What ranks tell each other over real sockets: one exchange where something is in flight, and who ends the group."""
 
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 from kvarve.core.effects import Began, Ended, Event, Refusal, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal
 from kvarve.ranks.group import BEGUN_S, Group
-from kvarve.ranks.star import FRAME, Dead, GroupEnded, Late, Link, Star
+from kvarve.ranks.star import MOST, Dead, GroupEnded, Late, Link, Star
 
 TURNS = 10_000  # of which a few are needed, more on a machine that is slow to pass on what a rank sends
 LONG_S, SHORT_S = 60.0, 0.2  # a deadline that no test reaches, and one that some wait for
@@ -209,14 +210,23 @@ def test_a_lane_waits_for_no_rank_that_is_gone_or_reads_nothing(three: Ranks) ->
 def test_nothing_is_sent_or_read_after_a_part_of_a_frame() -> None:
     ours, theirs = socket.socketpair()
     with closing(Link(ours, SHORT_S)) as link, theirs:
-        theirs.send(b"half a frame")
+        theirs.send(struct.pack("!i", 40) + b"half a frame")
         with pytest.raises(Late):
             link.receive()
-        theirs.send(bytes(2 * FRAME))
+        theirs.send(bytes(1024))
         with pytest.raises(Dead):
             link.receive()
         with pytest.raises(Dead):
             link.send(b"x")
+
+
+@pytest.mark.parametrize("head", [struct.pack("!i", MOST + 1), struct.pack("!iQ", -1, 1 << 40), b"GET / HTTP/1.1"])
+def test_a_frame_that_is_too_long_is_none(head: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with closing(Link(ours, LONG_S)) as link, theirs:
+        theirs.send(head)
+        with pytest.raises(Dead):
+            link.receive()
 
 
 def test_a_turn_with_nothing_in_flight_waits_for_no_rank(three: Ranks) -> None:
@@ -279,7 +289,7 @@ def _failed(group: Group, why: str, stuck: bool = False) -> AgreedStep:
     raise GroupEnded(group.fail(why, stuck))
 
 
-@pytest.mark.parametrize("frame", [b"", b"\x00", b"\x09" * 40, b"\xff" * FRAME])
+@pytest.mark.parametrize("frame", [b"", b"\x00", b"\x09" * 40, b"\xff" * 512])
 def test_what_is_no_report_ends_the_group_with_a_message(three: Ranks, frame: bytes) -> None:
     three.stars[2].links[0].send(frame)
     found = ends(three.each(lambda _, group: group.agree([], 0.0), but=2))

@@ -12,7 +12,7 @@ import pytest
 
 from kvarve.errors import ConfigError
 from kvarve.ranks import star as star_module
-from kvarve.ranks.star import CALLERS, FRAME, Address, GroupEnded, Listener, Star, alike, connect, framed
+from kvarve.ranks.star import CALLERS, SAID, Address, GroupEnded, Listener, Star, alike, connect
 
 LONG_S = 60.0  # that no test reaches
 
@@ -107,14 +107,14 @@ def test_none_has_joined_before_all_have_come_however_far_apart(three: Meeting) 
 def read_so_far(meeting: Meeting) -> None:
     """Rank 0 has read all that came before: it hangs up on a stranger that comes last."""
     with calling(meeting.address) as caller:
-        caller.sendall(bytes(FRAME))
+        caller.sendall(bytes(SAID))
         assert caller.recv(1) == b""
 
 
 def a_rank(meeting: Meeting, rank: int, of: int = 3) -> socket.socket:
     """A rank that has come, and waits."""
     caller = calling(meeting.address)
-    caller.sendall(framed(star_module._HELLO.pack(b"kvranks2", alike("a"), rank, of)))
+    caller.sendall(star_module._HELLO.pack(b"kvranks3", alike("a"), rank, of))
     return caller
 
 
@@ -124,7 +124,7 @@ def test_ranks_with_other_settings_form_no_group_and_all_hear_why(three: Meeting
         read_so_far(three)
         words = [each.refused() for each in (first, three.rank(2, settings="b"))]
         assert "rank 2 of 3 was given other settings" in words[0] == words[1]
-        assert words[0].encode() in second.recv(FRAME)
+        assert words[0].encode() in second.recv(SAID)
 
 
 def test_two_that_come_as_one_rank_hear_so(three: Meeting) -> None:
@@ -147,7 +147,7 @@ def test_strangers_that_say_nothing_or_do_not_end_keep_no_rank_waiting(
 
 @pytest.mark.parametrize(
     "said",
-    [b"GET / HTTP/1.1\r\n\r\n".ljust(FRAME), b"\xff" * FRAME, framed(b"kvranks2"), framed(bytes(44))],
+    [b"GET / HTTP/1.1\r\n\r\n".ljust(SAID), b"\xff" * SAID, b"kvranks3".ljust(SAID), bytes(SAID)],
     ids=["http", "long", "short", "zeros"],
 )
 def test_a_stranger_is_hung_up_on(three: Meeting, said: bytes) -> None:
@@ -168,7 +168,7 @@ def test_a_rank_that_never_starts_is_named_to_all_and_in_the_log(
         said = first.refused()
         # A slow machine may not have read what rank 1 has said.
         assert said in ("rank 2 did not start within 0.3 s", "ranks 1, 2 did not start within 0.3 s")
-        assert said.encode() in second.recv(FRAME) or said.startswith("ranks 1")
+        assert said.encode() in second.recv(SAID) or said.startswith("ranks 1")
     assert "waiting for rank" in caplog.text
 
 
@@ -214,7 +214,7 @@ def test_what_answers_in_place_of_rank_0_is_no_rank_0(tmp_path: Path) -> None:
         server.listen()
         joining = Joining(pool, lambda: connect(tmp_path / "meeting", 1, 2, alike("a"), LONG_S, LONG_S))
         answering, _ = server.accept()
-        answering.recv(FRAME, socket.MSG_WAITALL)
+        answering.recv(star_module._HELLO.size, socket.MSG_WAITALL)
         answering.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         answering.close()
         assert "is no rank 0 of kvarve" in joining.refused()

@@ -2,28 +2,26 @@
 
 from filling import CHUNK, PAGE, POOLS, an_identity
 
-from kvarve.config import CacheConfig, spacing
+from kvarve.config import CacheConfig, divide, spacing
 from kvarve.core.extents import Cut
 from kvarve.core.policies import Policies
-from kvarve.memory.layouts import PAGE_FIRST_DIRECT
 from kvarve.model import Tier
 from kvarve.worker import check
 
 MIB = 1 << 20
 
 
-def test_memory_is_shared_where_slots_have_a_fixed_place() -> None:
-    for layout, shared in ((PAGE_FIRST_DIRECT, True), ("layer_first", False)):
-        slots = check(an_identity(), CacheConfig(MIB, 16 * MIB, host_layout=layout))
-        assert isinstance(slots[Tier.DEVICE], Cut) and isinstance(slots[Tier.HOST], Cut) is shared
+def test_pools_share_the_memory_of_each_tier() -> None:
+    slots = check(an_identity(), CacheConfig(MIB, 16 * MIB))
+    assert isinstance(slots[Tier.DEVICE], Cut) and isinstance(slots[Tier.HOST], Cut)
 
 
 def test_states_that_are_kept_more_often_have_more_room_where_memory_is_divided() -> None:
     every = 2 * CHUNK
 
     def slots(**policies: int) -> tuple[int, ...]:
-        config = CacheConfig(MIB, 16 * MIB, policies=Policies(**policies), host_layout="layer_first")  # type: ignore[arg-type]
-        found = check(an_identity(), config)[Tier.HOST]
+        chosen = Policies(**policies)  # type: ignore[arg-type]
+        found = divide(16 * MIB, POOLS, PAGE, CHUNK, chosen, records=True, what="host", granule=0)
         assert isinstance(found, tuple)
         return found
 

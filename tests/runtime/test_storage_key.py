@@ -34,9 +34,8 @@ def keys(tmp_path: Path) -> dict[str, str | None]:
 def make() -> Iterator[Callable[..., PrefixCache]]:
     caches: list[PrefixCache] = []
 
-    def made(url: str, key: str | None, layout: str = "page_first_direct") -> PrefixCache:
-        config = CacheConfig(ROOM, HOST_ROOM, url, host_layout=layout, storage_key=key)
-        caches.append(PrefixCache(an_identity(), config))
+    def made(url: str, key: str | None) -> PrefixCache:
+        caches.append(PrefixCache(an_identity(), CacheConfig(ROOM, HOST_ROOM, url, storage_key=key)))
         return caches[-1]
 
     yield made
@@ -44,23 +43,15 @@ def make() -> Iterator[Callable[..., PrefixCache]]:
         cache.shutdown(5)
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader", "layout"),
-    [
-        ("none", "one", "page_first_direct"),
-        ("two", "one", "layer_first"),
-        ("one", "none", "page_first_direct"),
-        ("one", "one", "layer_first"),
-    ],
-)
+@pytest.mark.parametrize(("writer", "reader"), [("none", "one"), ("two", "one"), ("one", "none"), ("one", "one")])
 def test_pages_of_another_key_are_computed_anew_and_taken_from_then_on(
-    make: Callable[..., PrefixCache], url: str, keys: dict[str, str | None], writer: str, reader: str, layout: str
+    make: Callable[..., PrefixCache], url: str, keys: dict[str, str | None], writer: str, reader: str
 ) -> None:
-    planter = make(url, keys[writer], layout)
+    planter = make(url, keys[writer])
     assert run(planter, LONG) == (0, 0, 0)
     settle(planter)
     planter.shutdown(5)
-    cache = make(url, keys[reader], layout)
+    cache = make(url, keys[reader])
     if writer == reader:
         assert run(cache, LONG) == (0, 0, ALL)
         assert cache.counters.bad_storage == 0

@@ -13,7 +13,6 @@ from kvarve.keys import object_name
 from kvarve.memory import copies
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.fingerprints import Fingerprints
-from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT
 from kvarve.memory.record import HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.storage import MemoryStorage
@@ -46,16 +45,16 @@ class Altering(MemoryStorage):
 class Cache:
     """Three pages on the device, and copies that alter page 1 once they are `armed`."""
 
-    def __init__(self, share: float, layout: str, monkeypatch: pytest.MonkeyPatch, layerwise: bool = False) -> None:
+    def __init__(self, share: float, monkeypatch: pytest.MonkeyPatch, layerwise: bool = False) -> None:
         self.armed, honest = False, copies.by_piece
 
         def altering(target: Any, source: Any, to: Sequence[slice], at: Sequence[slice]) -> None:
             honest(target, source, to, at)
             if self.armed:
-                target[np.r_[tuple(to)][1], 0, 0] ^= 1
+                target[np.r_[tuple(to)][1], 0] ^= 1
 
         monkeypatch.setattr(copies, "by_piece", altering)
-        self.device, self.host = DeviceArena(POOL, 6), HostArena(POOL, 6, NAMESPACE, layout=layout)
+        self.device, self.host = DeviceArena(POOL, 6), HostArena(POOL, 6, NAMESPACE)
         for tensor in self.device.buffers.values():
             tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))
         self.storage, self.ops, self.verified = Altering(self.host), 0, 0
@@ -79,15 +78,15 @@ class Cache:
         return {edge: count for edge, count in self.transfers.fingerprints.altered.items() if count}
 
 
-@pytest.fixture(params=LAYOUTS)
-def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
-    with caching(1.0, request.param, monkeypatch) as cache:
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
+    with caching(1.0, monkeypatch) as cache:
         yield cache
 
 
 @contextmanager
-def caching(share: float, layout: str, monkeypatch: pytest.MonkeyPatch, layerwise: bool = False) -> Iterator[Cache]:
-    cache = Cache(share, layout, monkeypatch, layerwise)
+def caching(share: float, monkeypatch: pytest.MonkeyPatch, layerwise: bool = False) -> Iterator[Cache]:
+    cache = Cache(share, monkeypatch, layerwise)
     yield cache
     cache.transfers.close()
 
@@ -129,14 +128,14 @@ def test_a_page_that_is_altered_on_its_way_into_its_slot_does_not_arrive(
 ) -> None:
     cache.copy(D, H)
     cache.copy(H, S)
-    put = cache.host.put
+    take = cache.host.take
 
-    def altering(slot: int, record: memoryview) -> None:
+    def altering(slot: int, key: bytes, parts: Sequence[memoryview]) -> None:
+        take(slot, key, parts)
         if slot == 1:
-            record[HEADER_BYTES + 9] ^= 4
-        put(slot, record)
+            cache.host.record(slot)[HEADER_BYTES + 9] ^= 4
 
-    monkeypatch.setattr(cache.host, "put", altering)
+    monkeypatch.setattr(cache.host, "take", altering)
     assert cache.copy(S, H) == (BUT_ONE, 0)
     assert cache.altered == {("storage", "host"): 1}
 
@@ -154,7 +153,7 @@ def test_what_storage_has_from_others_is_not_compared_since_it_may_differ_by_rou
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_sampled_load_is_not_given_away_before_it_is_compared(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    with caching(share, PAGE_FIRST_DIRECT, monkeypatch, layerwise=True) as cache:
+    with caching(share, monkeypatch, layerwise=True) as cache:
         cache.copy(D, H)
         cache.copy(H, D)
         assert cache.verified == (share == 0.0)

@@ -11,8 +11,6 @@ from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe, Refusal
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.keys import object_name
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.host_memory import zeros
-from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.model import BufferSpec, PoolSpec, Tier
 from kvarve.regions import HostRegion
@@ -53,11 +51,10 @@ class Bench:
         *rules: Rule,
         rank: int = 0,
         verify_host: bool = True,
-        layout: str = PAGE_FIRST_DIRECT,
         **times: Any,  # of the engine: its storage's deadline, its clock
     ) -> None:
         self.device = [DeviceArena(pool, SLOTS) for pool in POOLS]
-        self.host = [HostArena(pool, SLOTS, NAMESPACE, rank, layout=layout) for pool in POOLS]
+        self.host = [HostArena(pool, SLOTS, NAMESPACE, rank) for pool in POOLS]
         self.inner = Recording()
         self.storage = FaultyStorage(self.inner, rules, seed=3)
         self.transfers = TransferEngine(self.device, self.host, verify_host=verify_host, **times)
@@ -417,7 +414,7 @@ def test_copies_that_are_sent_together_wait_for_one_event_of_the_compute_stream(
     assert all(bench.host[0].intact(op, bench.key(op)) for op in range(3))
 
 
-# --- layouts whose records are copies
+# --- memory that is lent
 
 
 class Lent(Recording):
@@ -443,9 +440,8 @@ def address(memory: memoryview) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_storage_registers_the_memory_that_it_will_touch_and_no_other(layout: str) -> None:
-    bench, storage = Bench(layout=layout), Lent()
+def test_a_storage_registers_the_memory_that_it_will_touch_and_no_other() -> None:
+    bench, storage = Bench(), Lent()
     bench.attach(storage)
     pages = [(pool, page) for pool in (0, 1) for page in (2, 5)]
     bench.store(*pages)
@@ -455,24 +451,4 @@ def test_a_storage_registers_the_memory_that_it_will_touch_and_no_other(layout: 
         any(start <= at < start + len(arena.memory) for arena in bench.host for start in [address(arena.memory)])
         for at in storage.lent
     ]
-    if layout == PAGE_FIRST_DIRECT:
-        assert storage.registered == [address(arena.memory) for arena in bench.host] and all(in_arenas)
-    else:
-        assert storage.registered == [] and not any(in_arenas)
-
-
-def test_a_store_makes_each_record_once_and_all_of_them_in_one_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, made, mapped = Bench(layout="page_first"), list[int](), list[int]()
-    bench.store((0, 0))
-    for arena in bench.host:
-        monkeypatch.setattr(arena, "record", lambda *args, of=arena.record: made.append(args[0]) or of(*args))
-    monkeypatch.setattr("kvarve.memory.arenas.zeros", lambda size: mapped.append(size) or zeros(size))
-    pages = [(0, 0), (1, 2), (0, 3), (1, 1), (1, 4)]
-    assert bench.copy(D, H, *((pool, page, page, page) for pool, page in pages)).good == 0b11111
-    made.clear()
-    mapped.clear()
-    assert bench.copy(H, S, *((pool, page, page, -1) for pool, page in pages)) == Ended(bench.ops, 0b11111)
-    assert made == [page for _, page in pages]
-    assert mapped == [sum(bench.host[pool].stride for pool, _ in pages)]
-    assert bench.fetch((0, 0, 5), (1, 2, 6)).good == 0b11
-    assert len(mapped) == 2
+    assert storage.registered == [address(arena.memory) for arena in bench.host] and all(in_arenas)

@@ -12,7 +12,7 @@ from kvarve.integrations.given import Given
 # The engine says which windows and states there are, and mixes its salts into the names of its blocks.
 _ENGINES = ("snapshot_", "salt_share")
 _POLICIES = {field.name: field.type for field in fields(Policies) if not field.name.startswith(_ENGINES)}
-_KNOWN = ("host_memory", "storage", "storage_key", "host_layout", "weights", *_POLICIES)
+_KNOWN = ("host_memory", "storage", "storage_key", "weights", *_POLICIES)
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ def extra_config(values: Mapping[str, Any], where: str) -> ExtraConfig:
     if "host_memory" not in values:
         raise given.refuse("'host_memory' is missing: give the memory for pages, such as '4GiB'")
     host_memory, storage, weights = given.size("host_memory", 0), given.storage(), given.text("weights")
-    texts = {key: given.text(key) for key in ("host_layout", "storage_key") if key in values}
+    key_file = given.text("storage_key") or None
     chosen = {key: _policy(given, key) for key in _POLICIES if key in values}
     try:
-        cache = CacheConfig(0, host_memory, storage or None, policies=Policies(**chosen), **texts)
+        cache = CacheConfig(0, host_memory, storage or None, policies=Policies(**chosen), storage_key=key_file)
     except ConfigError as e:
         raise given.refuse(str(e)) from None
     return ExtraConfig(cache, weights)

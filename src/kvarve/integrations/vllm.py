@@ -457,7 +457,7 @@ class WorkerSide:
         for group in self._groups:
             spec = self._cache_config.kv_cache_groups[group.number]
             mine = {name: tensors[name] for name in spec.layer_names if name in tensors}
-            sizes = [block_bytes(name, tensor, blocks).shape[2] for name, tensor in mine.items()]
+            sizes = [block_bytes(name, tensor, blocks).shape[1] for name, tensor in mine.items()]
             pools.append(pool_of(group.name, sizes, group.lookback, group.blocks(self._page)))
             layers.append(mine)
             kept.append(layout_of(spec, mine))

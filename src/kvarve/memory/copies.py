@@ -177,6 +177,6 @@ def _adjacent(near: Sequence[int], far: Sequence[int]) -> tuple[list[slice], lis
 
 def _widest(*ends: Tensor) -> Iterator[Tensor]:
     """The same bytes in elements as wide as all strides allow: a GPU moves one at a time."""
-    sides = {ends[0].shape[2], *(side for end in ends for side in (*end.stride()[:2], end.storage_offset()))}
+    sides = {ends[0].shape[1], *(side for end in ends for side in (end.stride(0), end.storage_offset()))}
     size = next(size for size in (8, 4, 2, 1) if all(side % size == 0 for side in sides))
     return (end.view(_OF_SIZE[size]) for end in ends)

@@ -24,12 +24,12 @@ class EngineArena:
         self.pool, self.columns = pool, together
         self._bytes = [block_bytes(name, tensor, blocks) for name, tensor in tensors.items()]
         self.device = self._bytes[0].device
-        sizes = [piece.shape[2] for piece in self._bytes for _ in range(together)]
+        sizes = [piece.shape[1] for piece in self._bytes for _ in range(together)]
         if sizes != [buffer.nbytes for buffer in pool.buffers]:
             raise ConfigError(f"pool {pool.name}: the engine's blocks are not as large as it said")
 
     def pieces(self) -> list[Tensor]:
-        """The bytes of each buffer by block, [blocks, 1, bytes]; buffer i holds the page's block i % `columns`."""
+        """The bytes of each buffer by block, [blocks, bytes]; buffer i holds the page's block i % `columns`."""
         return [piece for piece in self._bytes for _ in range(self.columns)]
 
     def rows(self, handles: Sequence[int], others: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -55,7 +55,7 @@ def pool_of(name: str, sizes: Sequence[int], lookback: int | None, together: int
 
 
 def block_bytes(name: str, tensor: Tensor, blocks: int) -> Tensor:
-    """A layer's tensor as bytes [blocks, 1, bytes of a block], over the same memory; padding between blocks is left
+    """A layer's tensor as bytes [blocks, bytes of a block], over the same memory; padding between blocks is left
     out. ConfigError if a block is not in one piece."""
     if tensor.shape[0] % blocks:
         raise ConfigError(f"{name}: its first dimension {tensor.shape[0]} is not a multiple of {blocks} blocks")
@@ -68,4 +68,4 @@ def block_bytes(name: str, tensor: Tensor, blocks: int) -> Tensor:
         expected *= side
     size, nbytes = tensor.element_size(), math.prod(tensor.shape[1:]) * tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return flat.as_strided((blocks, 1, nbytes), (tensor.stride(0) * size, nbytes, 1), tensor.storage_offset() * size)
+    return flat.as_strided((blocks, nbytes), (tensor.stride(0) * size, 1), tensor.storage_offset() * size)

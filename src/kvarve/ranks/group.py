@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvarve.core.effects import Began, Ended, Event, Refusal, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal, Votes, granted
-from kvarve.ranks.star import Dead, GroupEnded, Late, Star, framed, named
+from kvarve.ranks.star import Dead, GroupEnded, Late, Star, named
 
 log = logging.getLogger(__name__)
 
@@ -318,10 +318,10 @@ class Group:
         up = not down
         flags = ALL_UP * up + GRANTED * (decided is True) + REFUSED * (decided is False) + ATTEND * self._attend
         head = _INPUTS.pack(INPUTS, self._turn, now, flags, len(happened), len(says))
-        frame = framed(head + b"".join(map(_event_bytes, happened)) + says)
+        frame = head + b"".join(map(_event_bytes, happened)) + says
         for rank, link in self._star.links.items():
             try:
-                link.pass_on(frame)
+                link.send(frame)
             except (Dead, Late) as e:
                 self._part(rank, e)
         if down != self._down:  # said when the ranks go on: a log may wait for its reader

@@ -1,4 +1,4 @@
-"""Sockets between rank 0 and each other rank, and frames on them: a frame is 512 bytes, or as long as it has to be.
+"""Sockets between rank 0 and each other rank, and frames of `multiprocessing.connection` on them: bytes, no pickles.
 
 Unix sockets within a node, TCP between nodes. Every wait has a deadline.
 """
@@ -6,36 +6,36 @@ Unix sockets within a node, TCP between nodes. Every wait has a deadline.
 import errno
 import hashlib
 import logging
+import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from kvarve.errors import Broken, ConfigError
 
 log = logging.getLogger(__name__)
 
-FRAME = 512  # bytes of nearly every frame
-MOST = 1 << 28  # bytes of the longest
-_LENGTH = struct.Struct("<I")
+MOST = 1 << 28  # bytes of the longest frame
 _HELLO = struct.Struct("<8s32sHH")
-_MAGIC = b"kvranks2"
+_MAGIC = b"kvranks3"
 WELCOME = _MAGIC  # to a rank, when all have come; another answer begins so and says why it cannot join
 START_S = 600.0  # for all ranks to come
 CALL_S = 10.0  # for a connection to be made, before the next is tried
 HELLO_S = 5.0  # for one that has called to say which rank it is
 CALLERS = 64  # of which nothing is known, at once
+SAID = 512  # bytes that are read of each at most
 TELL_S = 30.0  # between two messages of which rank is waited for
-# As numbers: to combine flags, or to make a number of one, takes 2 us.
-_SEND, _OFFER = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
-_RECEIVE = int(socket.MSG_WAITALL)
 
+T = TypeVar("T")
+R = TypeVar("R")
 Address = Path | tuple[str, int]
 
 
@@ -51,30 +51,22 @@ class Late(Exception):
     """The other end has said nothing, or read nothing, until the deadline."""
 
 
-def framed(content: bytes) -> bytes:
-    """The frame of this content, as it is sent."""
-    assert len(content) <= MOST, "a frame is bounded"
-    return (_LENGTH.pack(len(content)) + content).ljust(FRAME, b"\0")
-
-
-def content_of(frame: bytes) -> bytes:
-    """What has been framed."""
-    (length,) = _LENGTH.unpack_from(frame)
-    return frame[_LENGTH.size : _LENGTH.size + length]
-
-
 class Link:
     """One socket to another rank, which one thread uses at a time in each direction.
 
-    After a part of a frame nothing can be sent or read any more: the other end counts as dead.
+    After a part of a frame, or a send that was Late, nothing is sent or read any more: the other end counts as dead.
     """
 
     def __init__(self, link: socket.socket, deadline_s: float) -> None:
-        self._socket = link
+        """It owns the socket. OSError: there are no descriptors for now."""
+        self._socket, self._frames = link, Connection(os.dup(link.fileno()))
         if link.family != socket.AF_UNIX:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(link.fileno(), select.POLLIN)
+        self._writable.register(link.fileno(), select.POLLOUT)
         self.wait_at_most(deadline_s)
-        self._torn = False  # a part of a frame has been sent or read, and the rest has not
+        self._torn = False  # a part of a frame may have been sent or read, and the rest has not
 
     def hung_up(self) -> bool:
         """Whether the other end has said nothing and closes; asked once it can be read."""
@@ -85,10 +77,11 @@ class Link:
 
     def wait_at_most(self, deadline_s: float) -> None:
         """From now on a send or receive that makes no progress for this long is Late."""
+        self._deadline_ms = deadline_s * 1e3
         self._socket.setblocking(True)
         micro = max(1, round(deadline_s * 1e6))
         value = struct.pack("ll", micro // 1_000_000, micro % 1_000_000)
-        # The kernel's own deadlines need no system call beside those of the frame.
+        # A connection has no deadline of its own, but the kernel has.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
@@ -97,60 +90,35 @@ class Link:
 
     def send(self, content: bytes) -> None:
         """Send a frame. Dead, Late."""
-        self._send(framed(content), _SEND)
-
-    def pass_on(self, frame: bytes) -> None:
-        """Send a frame that is `framed`, as to several ranks. Dead, Late."""
-        self._send(frame, _SEND)
+        assert len(content) <= MOST, "a frame is bounded"
+        self._once(self._frames.send_bytes, content)
 
     def offer(self, content: bytes) -> bool:
         """Send a frame if the socket has room for it; whether it had. Dead, Late."""
-        return self._send(framed(content), _OFFER)
-
-    def _send(self, frame: bytes, flags: int) -> bool:
-        if self._torn:
-            raise Dead
-        sent, whole = 0, len(frame)
-        try:
-            while sent < whole:
-                sent += self._socket.send(frame[sent:] if sent else frame, flags)
-                flags = _SEND  # one that has begun is sent whole
-        except BlockingIOError:
-            if flags == _OFFER:
-                return False
-            self._torn = sent > 0
-            raise Late from None
-        except OSError:
-            raise Dead from None
-        return True
+        if room := bool(self._writable.poll(0)):
+            self.send(content)
+        return room
 
     def receive(self) -> bytes:
         """The next frame. Dead (also if it is no frame), Late."""
-        frame = self._read(FRAME)
-        (length,) = _LENGTH.unpack_from(frame)
-        if length > MOST:
-            raise Dead
-        if length > FRAME - _LENGTH.size:
-            frame += self._read(length + _LENGTH.size - FRAME, begun=True)
-        return content_of(frame)
+        # The kernel's deadline alone would not say whether a part of a frame has been read.
+        if not (self._torn or self._readable.poll(self._deadline_ms)):
+            raise Late
+        return self._once(self._frames.recv_bytes, MOST)
 
-    def _read(self, nbytes: int, begun: bool = False) -> bytes:
+    def _once(self, do: Callable[[T], R], what: T) -> R:
         if self._torn:
             raise Dead
-        found = b""
         try:
-            while len(found) < nbytes:
-                if not (some := self._socket.recv(nbytes - len(found), _RECEIVE)):
-                    raise Dead
-                found = found + some if found else some
+            return do(what)
         except BlockingIOError:
-            self._torn = begun or bool(found)
+            self._torn = True
             raise Late from None
-        except OSError:
+        except (OSError, EOFError):
             raise Dead from None
-        return found
 
     def close(self) -> None:
+        self._frames.close()
         self._socket.close()
 
 
@@ -320,10 +288,10 @@ class _Meeting:
                     raise GroupEnded(_ended_early(rank))
 
     def _hear(self, number: int) -> None:
-        """Read what a caller says, of which no more is taken than a rank says."""
+        """Read what a caller says."""
         came, said, _ = self._callers[number]
         try:
-            some = came.recv(FRAME - len(said), socket.MSG_DONTWAIT)
+            some = came.recv(SAID - len(said), socket.MSG_DONTWAIT)
         except BlockingIOError:  # told of one that had the same number
             return
         except OSError:
@@ -331,16 +299,20 @@ class _Meeting:
         said += some
         if not some:
             self._drop(number)
-        elif len(said) == FRAME:
-            self._greet(number, content_of(bytes(said)))
+        elif len(said) >= _HELLO.size:
+            self._greet(number, bytes(said))
 
     def _greet(self, number: int, said: bytes) -> None:
         if len(said) != _HELLO.size or not said.startswith(_MAGIC[:-1]):  # a stranger
             self._drop(number)
             return
         magic, theirs, rank, of = _HELLO.unpack(said)
-        came, _, _ = self._callers.pop(number)
-        link = Link(came, HELLO_S)
+        try:
+            link = Link(self._callers[number][0], HELLO_S)
+        except OSError:  # it calls again
+            self._drop(number)
+            return
+        del self._callers[number]
         if magic != _MAGIC or of != self._ranks or theirs != self._settings or not 0 < rank < of:
             why = (
                 f"rank {rank} of {of} was given other settings, another model or another number than rank 0 of "
@@ -393,12 +365,15 @@ def connect(
     end, told = now + start_s, now + TELL_S
     while True:
         try:
-            link = Link(_called(address, min(CALL_S, max(0.05, end - now))), deadline_s)
-            try:
-                return _joined(link, address, rank, ranks, settings, deadline_s, end, processes)
-            except BaseException:
-                link.close()
-                raise
+            hello = _HELLO.pack(_MAGIC, settings, rank, ranks)
+            called = _called(address, min(CALL_S, max(0.05, end - now)), hello)
+            with ExitStack() as undo:
+                undo.callback(called.close)
+                link = Link(called, deadline_s)
+                undo.callback(link.close)
+                star = _joined(link, address, rank, ranks, deadline_s, end, processes)
+                undo.pop_all()
+                return star
         except (OSError, UnicodeError) as e:  # it is not there yet, or has just ended and will be started again
             now, why = time.monotonic(), getattr(e, "strerror", None) or str(e)
         if now > end:
@@ -415,16 +390,11 @@ def _joined(
     address: Address,
     rank: int,
     ranks: int,
-    settings: bytes,
     deadline_s: float,
     end: float,
     processes: Mapping[int, int],
 ) -> Star:
-    """Say which rank this is, and wait until all have come. OSError if rank 0 hangs up without a word."""
-    try:
-        link.send(_HELLO.pack(_MAGIC, settings, rank, ranks))
-    except (Dead, Late):
-        raise ConnectionError("it has hung up") from None
+    """Wait until all have come. OSError if rank 0 hangs up without a word."""
     ready = {number for number, _ in _polled((link.fileno(), *processes), end - time.monotonic())}
     if not ready:
         raise GroupEnded(f"rank 0 at {shown(address)} still waits for other ranks: it is too late")
@@ -441,8 +411,9 @@ def _joined(
     raise GroupEnded(f"what answers at {shown(address)} is no rank 0 of kvarve: give --dist-init-addr of node 0")
 
 
-def _called(address: Address, timeout_s: float) -> socket.socket:
-    """A connection to rank 0, at the first of its host's addresses that answers. OSError: none does."""
+def _called(address: Address, timeout_s: float, hello: bytes) -> socket.socket:
+    """A connection to rank 0, which has been told this, at the first of its host's addresses that answers. OSError:
+    none does."""
     failed: OSError | None = None
     for family, where in _addresses(address):
         link: socket.socket | None = None
@@ -450,6 +421,7 @@ def _called(address: Address, timeout_s: float) -> socket.socket:
             link = socket.socket(family, socket.SOCK_STREAM)  # which fails where there is no IPv6
             link.settimeout(timeout_s)
             link.connect(where)
+            link.sendall(hello)
             return link
         except OSError as e:
             if link is not None:

@@ -17,7 +17,7 @@ from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
 from kvarve.core.effects import Copy, Effect, Event, Hurry, Page, Probe, Refusal, Transfer, Verified
 from kvarve.core.settings import LOAD_DEADLINE_S
 from kvarve.errors import StorageError
-from kvarve.memory.arenas import HostArena, apart
+from kvarve.memory.arenas import HostArena
 from kvarve.memory.copies import Compared, DeviceCopies, NearArena, Sampled
 from kvarve.memory.fingerprints import Fingerprints, fingerprint
 from kvarve.memory.host_memory import zeros
@@ -67,8 +67,8 @@ class TransferEngine:
 
     def connect(self, storage: Storage) -> StorageConnection:
         """A connection for a storage that may be attached; it owns the storage. StorageError if no threads start."""
-        for region in {id(arena.region): arena.region for arena in self._host if arena.in_place}.values():
-            storage.register(region)  # in other layouts a storage moves copies
+        for region in {id(arena.region): arena.region for arena in self._host}.values():
+            storage.register(region)
         return StorageConnection(storage, self.ends, deadline_s=self._deadline_s, clock=self._clock)
 
     def attach(self, connection: StorageConnection | None) -> StorageConnection | None:
@@ -190,11 +190,10 @@ class TransferEngine:
         storage, began = sent[0][0], time.perf_counter()
         outcomes: list[list[int]] = [[0, 0] for _ in sent]
         pages = [(at, i, copy.root, page) for at, (_, copy) in enumerate(sent) for i, page in enumerate(copy.pages)]
-        memory = apart([self._host[page.pool] for *_, page in pages])
         names, records, told = list[str](), list[memoryview](), list[tuple[int, int, int]]()
         with self._checking:  # one worker at a time, so that the first one's put starts early
-            for (at, i, root, page), into in zip(pages, memory, strict=True):
-                record = self._host[page.pool].record(page.source, into)
+            for at, i, root, page in pages:
+                record = self._host[page.pool].record(page.source)
                 if self._verify_host and not self._host[page.pool].stamp.intact(record, page.key):
                     outcomes[at][1] |= 1 << i
                     continue
@@ -259,15 +258,12 @@ class TransferEngine:
 
     def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
         began, arenas = time.perf_counter(), [self._host[page.pool] for page in copy.pages]
-        records = [
-            arena.blank(page.target, into) for arena, page, into in zip(arenas, copy.pages, apart(arenas), strict=True)
-        ]
         names = [arena.parts.names(copy.root, page.key) for arena, page in zip(arenas, copy.pages, strict=True)]
-        blanks = [arena.parts.blanks(record) for arena, record in zip(arenas, records, strict=True)]
+        blanks = [arena.parts.blanks(arena.record(page.target)) for arena, page in zip(arenas, copy.pages, strict=True)]
         sizes = iter(storage.get([*chain(*names)], [*chain(*blanks)]))
         good = bad = 0
         spoilt: list[str] = []
-        for i, (page, arena, record) in enumerate(zip(copy.pages, arenas, records, strict=True)):
+        for i, (page, arena) in enumerate(zip(copy.pages, arenas, strict=True)):
             found = [*zip(names[i], blanks[i], islice(sizes, len(names[i])), strict=True)]
             whole = [
                 size == len(part) and arena.parts.intact(number, part, page.key)
@@ -275,7 +271,7 @@ class TransferEngine:
             ]
             damaged = [name for (name, _, size), fine in zip(found, whole, strict=True) if not (size is None or fine)]
             if all(whole):
-                good |= self._take(page, record, blanks[i]) << i
+                good |= self._take(page, blanks[i]) << i
             elif damaged:
                 spoilt += damaged
                 bad |= 1 << i
@@ -287,13 +283,13 @@ class TransferEngine:
                 log.warning("bad pages could not be deleted: %s", e)
         return good, bad
 
-    def _take(self, page: Page, record: memoryview, parts: Sequence[memoryview]) -> bool:
+    def _take(self, page: Page, parts: Sequence[memoryview]) -> bool:
         """Take over a page from storage, whose parts have passed their check: their seals are its fingerprints from
         before they were stored. False: its slot has other bytes then."""
         arena = self._host[page.pool]
         sampled = self.fingerprints.samples(page.key)
         before = fingerprint(*(part[HEADER_BYTES:] for part in parts)) if sampled else 0
-        arena.take(page.target, page.key, record, parts)
+        arena.take(page.target, page.key, parts)
         if not sampled:
             return True
         there = arena.parts.cut(arena.record(page.target), page.key)

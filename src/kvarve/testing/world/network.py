@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 
-from kvarve.ranks.star import Dead, Late, Link, Star, content_of
+from kvarve.ranks.star import Dead, Late, Link, Star
 
 QUICK_S = 0.001  # most frames take less
 Work = Callable[[int], object]
@@ -142,9 +142,6 @@ class _Link(Link):
         if self.out.refused:
             raise Dead
         self.out.put(content)
-
-    def pass_on(self, frame: bytes) -> None:
-        self.send(content_of(frame))
 
     def offer(self, content: bytes) -> bool:
         if self._network.dice.random() < 0.1:  # the socket is full
