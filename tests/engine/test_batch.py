@@ -33,7 +33,7 @@ from kvarve.testing.models import STATES_ALONE, tiny_grid, tiny_model
 from kvarve.verify.requests import Uncached
 
 # Positions beside the keys of its indexer.
-ONE_BY_ONE = {"qwen4_exp", "minimax_m3", "mamba", "falcon_mamba"}
+ONE_BY_ONE = {"qwen4_exp", "minimax_m3", "mamba", "falcon_mamba", "glm5_next"}
 ASKED = [(20, 3, 3), (70, 4, 4), (13, 6, 5)]  # tokens, seed, most
 GROWING = [(30, 3, 7), (29, 4, 9), (31, 5, 5)]  # each to a third page
 
