@@ -13,8 +13,6 @@ import pytest
 from servers import serving
 from talk import refused
 
-from kvarve.server.openapi import OPERATIONS
-
 pytestmark = pytest.mark.long
 PATIENCE_S = 300.0
 ADMIN = {"Authorization": "Bearer the-admin"}
@@ -86,7 +84,7 @@ def test_a_call_about_the_state_goes_to_all(client: httpx.Client) -> None:
 
 
 def test_the_front_has_paths_of_its_own_that_want_the_admin_key(client: httpx.Client) -> None:
-    assert {*client.get("/openapi.json").json()["paths"]} == {*OPERATIONS}
+    assert {"/admin/replicas", "/v1/completions"} <= {*client.get("/openapi.json").json()["paths"]}
     assert "number" in refused(client.post("/admin/replicas/first/restart", headers=ADMIN), 400)
     for path in ("/admin/replicas/0/restart", "/admin/replicas/7/restart", "/v1/completions", "/flush_cache"):
         assert client.post(path, headers={"Authorization": "Bearer wrong"}, json={}).status_code == 401

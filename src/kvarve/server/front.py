@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import httpx
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as Http
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,14 +27,14 @@ from kvarve.server.access import Access, no_pages
 from kvarve.server.admin import HICACHE
 from kvarve.server.answers import RETRY_AFTER
 from kvarve.server.api import MOST_VALUES, Refused, check_values
-from kvarve.server.app import add_errors, asked, without_extras
+from kvarve.server.app import add_errors, asked
 from kvarve.server.bodies import Bodies
 from kvarve.server.forms import event
 from kvarve.server.front_metrics import front_families, merged
 from kvarve.server.lanes import Shared
 from kvarve.server.live import HEADERS
 from kvarve.server.observed import QUIET, Observed, Responses, acts, seen
-from kvarve.server.openapi import PATH, document
+from kvarve.server.openapi import PATH
 from kvarve.server.replicas import Replica, Replicas
 from kvarve.server.stopped import BEFORE, ENGINE
 
@@ -100,14 +101,14 @@ class Front:
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits, trust_env=False, follow_redirects=False
         )
-        app = without_extras()
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         own = APIRouter(
             prefix="/admin/replicas", dependencies=[Depends(acts), Depends(no_pages), Depends(access.operator)]
         )
         own.get("")(self.state)
         own.post("/{number}/restart")(self.restart)
         app.include_router(own)
-        self._own = document(own.routes, access.keys)["paths"]
+        self._own = get_openapi(title="", version="", routes=own.routes)["paths"]
         app.get("/metrics")(self.metrics)
         app.get(PATH)(self.openapi)
         app.get("/live/data", include_in_schema=False)(self.live)
