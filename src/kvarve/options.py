@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -27,6 +28,7 @@ from cyclopts import (
     convert,
 )
 from cyclopts.argument import Argument, ArgumentCollection
+from cyclopts.config import Dict, Env
 
 from kvarve.errors import ConfigError
 from kvarve.sizes import Size, format_size, parse_size
@@ -125,7 +127,7 @@ def _complaint(error: CycloptsError) -> str:
 
 def _origin(token: Token) -> str:
     """The option that a token sets: "--port", "$KVARVE_SERVE_PORT", or "FILE: port"."""
-    name = token.keyword or ""
+    name = (token.keyword or "").strip("[]")  # cyclopts' way to write a key of a file
     if token.source == "env":
         return f"${name}"
     return name if token.source in ("", "cli") else f"{token.source}: {name}"
@@ -174,9 +176,8 @@ def _read(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) ->
 
     A command without --config reads neither: no variable that a shell has exported agrees to a deletion.
     """
-    options = {_setting(each): each for each in arguments if each.name.startswith("--")}
-    if "config" in options:
-        _fill(commands, options)
+    if any(each.name == "--config" for each in arguments):
+        _fill(app, commands, arguments)
 
 
 def reads_as(command: str, own: Collection[str], told: dict[str, str]) -> Callable[..., None]:
@@ -184,13 +185,13 @@ def reads_as(command: str, own: Collection[str], told: dict[str, str]) -> Callab
     command's do. `told` gets the source of each: "default", "flag", "$VARIABLE" or the file."""
 
     def read(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        options = {_setting(each): each for each in arguments if each.name.startswith("--")}
-        others = {name: each for name, each in options.items() if name not in own}
-        _fill((command,), others)
-        for name, each in others.items():
-            if name != "config":
+        found = (each for each in arguments if _setting(each) not in own)
+        others = ArgumentCollection(found)  # type: ignore[no-untyped-call]
+        _fill(app, (command,), others)
+        for each in others:
+            if each.name.startswith("--") and each.name != "--config":
                 token = each.tokens[0] if each.tokens else None
-                told[name] = "default" if token is None else _source(token)
+                told[_setting(each)] = "default" if token is None else _source(token)
 
     return read
 
@@ -206,36 +207,30 @@ def _setting(option: Argument) -> str:
     return option.name[2:].replace("-", "_")
 
 
-def _fill(commands: tuple[str, ...], options: dict[str, Argument]) -> None:
-    options = {**options}
+def _fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    options = {_setting(each): each for each in arguments if each.name.startswith("--")}
     prefix = "_".join(["kvarve", *commands, ""]).upper()
-    variables = {f"{prefix}{name.upper()}": each for name, each in options.items()}
-    for variable, text in os.environ.items():
-        if variable.startswith(prefix):
-            if variable not in variables:
-                raise ConfigError(f"${variable} is the variable of no option{closest(variable, variables)}")
-            option = variables[variable]
-            _give(option, option.env_var_split(text), variable, "env")
+    variables = [f"{prefix}{name.upper()}" for name in options]
+    for variable in os.environ:
+        if variable.startswith(prefix) and variable not in variables:
+            raise ConfigError(f"${variable} is the variable of no option{closest(variable, variables)}")
+    Env(prefix, command=False)(app, commands, arguments)
     config = options.pop("config")
     if config.tokens:
         path = config.tokens[-1].value
-        for key, value in _settings(path).items():
+        settings = _settings(path)
+        for key, value in settings.items():
             if key not in options:
                 raise ConfigError(f"{path}: unknown setting {key!r}{closest(key, options)}")
             hint = options[key].hint
             kind = next((each for each in get_args(hint) if each not in (NoneType, ...)), hint)
             several = get_origin(hint) is tuple and isinstance(value, list)
             types, what = _TOML.get(kind, ((str,), "a string in quotes"))
-            values = value if several else [value]
-            if not all(type(each) in types for each in values):
+            if not all(type(each) in types for each in (value if several else [value])):
                 raise ConfigError(f"{path}: {key} must be {what}")
-            _give(options[key], values, key, path)
-
-
-def _give(option: Argument, values: Sequence[Any], keyword: str, source: str) -> None:
-    if not option.has_tokens:
-        for index, value in enumerate(values):
-            option.append(Token(keyword=keyword, value=str(value), source=source, index=index))
+        # By command, as cyclopts would leave out a setting with the name of a command from a flat one.
+        data = reduce(lambda inner, name: {name: inner}, commands[::-1], settings)
+        Dict(data=data, source=path)(app, commands, arguments)
 
 
 def _settings(path: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
 import forks
-from kvarve.server import serve as serve_module
 from kvarve.server.connections import HEADERS_S, READ_BYTES, SEND_BYTES, STALLED_S, Connection, Connections
 from kvarve.server.serve import Server, bind
 
@@ -33,9 +32,7 @@ BODY = b'{"prompt": "hei", "max_tokens": 1}'
 
 @pytest.fixture(scope="module")
 def own_server(checkpoint: Path) -> Iterator[Server]:
-    """It looks at its connections ten times a second."""
-    with pytest.MonkeyPatch.context() as patch, Server(settings(checkpoint)) as server:
-        patch.setattr(serve_module, "TICKS_PER_SWEEP", 1)
+    with Server(settings(checkpoint)) as server:
         yield server
 
 
@@ -106,13 +103,12 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def sweep(server: Server) -> None:
-    """Wait until the server has checked its connections twice from now on."""
+    """Have the server check its connections twice, beside the times that it does so by itself."""
     swept = threading.Semaphore(0)
-    done = server.connections.close_stalled
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.connections, "close_stalled", lambda: (done(), swept.release()))
-        for _ in range(2):
-            assert swept.acquire(timeout=LONG_S)
+    loop = server._http.servers[0].get_loop()
+    for _ in range(2):
+        loop.call_soon_threadsafe(lambda: (server.connections.close_stalled(), swept.release()))
+        assert swept.acquire(timeout=LONG_S)
 
 
 # --- headers

@@ -97,7 +97,7 @@ def test_only_the_operator_may_do_so_and_no_browser_at_all(
 
 def test_a_flush_waits_for_a_number_of_seconds(operator: httpx.Client) -> None:
     for timeout in ("-1", "soon", "nan", "1e9", ""):
-        assert "timeout is a number of seconds" in refused(operator.post(FLUSH, params={"timeout": timeout}), 400)
+        assert "timeout: Input should be" in refused(operator.post(FLUSH, params={"timeout": timeout}), 400)
     assert operator.post(FLUSH, params={"timeout": "2.5"}).status_code == 200
 
 

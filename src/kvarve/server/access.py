@@ -1,24 +1,47 @@
 """Access control: bearer keys, and no requests that a browser sends on behalf of another site's page."""
 
+from fastapi import APIRouter, Depends
 from fastapi import Request as Http
+from fastapi.params import Depends as Dependency
+from fastapi.security import HTTPBearer
 
 from kvarve.server.api import Refused
 from kvarve.server.keyfile import Keyring
-from kvarve.server.observed import seen
+from kvarve.server.observed import acts, changes, seen
+from kvarve.server.openapi import errors
 
 JSON = "application/json"
 # Media types that a browser sends to any site without a CORS preflight.
 SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 _BEARER = b"Bearer "
+# What the document says of a key; `Access` looks at it.
+_KEY, _ADMIN_KEY = (Depends(HTTPBearer(scheme_name=name, auto_error=False)) for name in ("key", "admin_key"))
 
 
 class Access:
-    """Who may ask what of one server. Its methods are dependencies of endpoints."""
+    """Who may ask what of one server. Its methods are dependencies of endpoints, and routers with these."""
 
     def __init__(self, keys: Keyring) -> None:
         self.keys = keys
         # A flush needs an admin key if there may be one.
         self.flushing = self.operator if keys.guards_admin else self.api
+
+    def for_clients(self) -> APIRouter:
+        """A router of endpoints that need an API key, if the server has any."""
+        return self._router([Depends(no_simple_requests), Depends(self.api)], admin=False)
+
+    def for_flushes(self) -> APIRouter:
+        before = [Depends(acts), Depends(no_pages), Depends(no_forms), Depends(self.flushing)]
+        return self._router(before, admin=self.keys.guards_admin, statuses=(403, 415))
+
+    def for_operators(self) -> APIRouter:
+        """A router of endpoints that need an admin key."""
+        return self._router([Depends(changes), Depends(no_pages), Depends(self.operator)], admin=True, statuses=(403,))
+
+    def _router(self, before: list[Dependency], *, admin: bool, statuses: tuple[int, ...] = ()) -> APIRouter:
+        if admin or self.keys.guards_api:
+            before, statuses = [*before, _ADMIN_KEY if admin else _KEY], (401, *statuses)
+        return APIRouter(dependencies=before, responses=errors(*statuses))
 
     async def api(self, http: Http) -> None:
         """The request needs an API key, if the server has any."""

@@ -3,20 +3,25 @@
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi import Request as Http
-from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 
 from kvarve.engine.engine import Engine
-from kvarve.server.access import Access, no_pages
+from kvarve.server.access import Access
 from kvarve.server.api import AttachHiCache, AttachRequest, parse
 from kvarve.server.lanes import apart
-from kvarve.server.observed import changes, seen
+from kvarve.server.observed import seen
+from kvarve.server.openapi import Json, errors, reads
 from kvarve.server.sglang import storage_state
 from kvarve.storage.urls import shown
 
 MOST_SHOWN = 500  # characters of URLs in the log
 HICACHE = "/hicache/storage-backend"
+
+
+class Dropped(BaseModel):
+    dropped_objects: int
 
 
 def admin_routes(
@@ -25,42 +30,44 @@ def admin_routes(
     """GET, PUT and DELETE of both; `read` yields a request's body within the server's limits."""
     admin = engine.admin
 
-    async def status() -> Response:
-        return JSONResponse(await apart(admin.status))
+    async def status() -> Json:
+        """The storage."""
+        return await apart(admin.status)
 
-    def attach(kind: type[AttachRequest] | type[AttachHiCache]) -> Callable[[Http], Awaitable[Response]]:
-        async def attached(http: Http) -> Response:
+    async def hicache_status() -> Json:
+        """The storage, in SGLang's names."""
+        return storage_state(engine) | await apart(admin.status)
+
+    def attach(kind: type[AttachRequest] | type[AttachHiCache]) -> Callable[[Http], Awaitable[Json]]:
+        async def attached(http: Http) -> Json:
+            """Attach a storage, or several as tiers."""
             async with read(http) as body:
                 given = await apart(lambda: parse(kind, body).storage())
 
             urls = [given.url] if isinstance(given.url, str) else given.url
             seen(http).act = f"attach {', '.join(map(shown, urls))[:MOST_SHOWN]!r}"
 
-            def change() -> Response:
-                return JSONResponse(
-                    admin.attach(
-                        given.url, prefetch=given.prefetch_policy, write=given.write_policy, back_up=bool(given.back_up)
-                    )
+            def change() -> Json:
+                return admin.attach(
+                    given.url, prefetch=given.prefetch_policy, write=given.write_policy, back_up=bool(given.back_up)
                 )
 
             return await apart(change)
 
         return attached
 
-    async def detach() -> Response:
-        return await apart(lambda: JSONResponse(admin.detach()))
+    async def detach() -> Json:
+        """Detach the storage."""
+        return await apart(admin.detach)
 
-    async def clear() -> Response:
+    async def clear() -> Dropped:
         """Drop this model's pages from the storage; those in memory stay."""
-        return JSONResponse({"dropped_objects": await apart(admin.clear)})
+        return Dropped(dropped_objects=await apart(admin.clear))
 
-    async def hicache_status() -> Response:
-        return JSONResponse(storage_state(engine) | await apart(admin.status))
-
-    router = APIRouter(dependencies=[Depends(changes), Depends(no_pages), Depends(access.operator)])
+    router, refusing = access.for_operators(), errors(400, 409)
     for path, kind, told in (("/admin/storage", AttachRequest, status), (HICACHE, AttachHiCache, hicache_status)):
         router.get(path)(told)
-        router.put(path)(attach(kind))
-        router.delete(path)(detach)
-    router.post(f"{HICACHE}/clear")(clear)
+        router.put(path, **reads(kind, 409))(attach(kind))
+        router.delete(path, responses=refusing)(detach)
+    router.post(f"{HICACHE}/clear", responses=refusing)(clear)
     return router

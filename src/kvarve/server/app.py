@@ -7,25 +7,26 @@ A request whose client disconnects is aborted.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi import Request as Http
-from fastapi.responses import JSONResponse, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from kvarve import __version__
 from kvarve.engine.engine import Engine
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, TooLong
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.model import MEMORY_TIERS, Tier
-from kvarve.server.access import Access, no_browsers, no_forms, no_pages, no_simple_requests
+from kvarve.server.access import Access, no_browsers
 from kvarve.server.admin import HICACHE, admin_routes
 from kvarve.server.answers import RETRY_AFTER, Answer, Stream, stopped
 from kvarve.server.api import SMALL_BYTES, Asked, ChatRequest, CompletionRequest, FlushRequest, Refused, parse
@@ -36,13 +37,13 @@ from kvarve.server.generate import GenerateRequest
 from kvarve.server.keyfile import Keyring
 from kvarve.server.lanes import Lanes, Shared, apart
 from kvarve.server.live import Live, page_routes, rejections
-from kvarve.server.observed import Observed, Responses, acts, seen
-from kvarve.server.openapi import openapi_routes
+from kvarve.server.observed import Observed, Responses, seen
+from kvarve.server.openapi import Api, ChatCompletion, Completion, Ok, errors, reads, streams
 from kvarve.server.prepare import ClientGone, Prepared, RequestPreparer
-from kvarve.server.sglang import folder, sglang_routes
+from kvarve.server.sglang import add_sglang, folder
 from kvarve.server.snapshot import snapshot
 from kvarve.server.traces import Traces, told
-from kvarve.server.vllm import Work, vllm_routes
+from kvarve.server.vllm import Work, add_vllm
 from kvarve.ticket import HandOverError
 from kvarve.worker import UnderWay
 
@@ -50,6 +51,33 @@ FLUSH_S, MOST_FLUSH_S = 60.0, 600.0  # that a flush waits for backups: unless it
 LIKELIHOOD_BYTES = 256  # of one token with its logprobs in the response
 
 T = TypeVar("T")
+# A parameter of the query that is refused if it is there twice: one of the two would be ignored.
+Once = Annotated[Sequence[T], Query(max_length=1)]
+
+
+class Card(BaseModel):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class Models(BaseModel):
+    object: str
+    data: list[Card]
+
+
+class Flushed(BaseModel):
+    flushed_pages: int
+    tiers: list[str]
+
+
+class Reset(BaseModel):
+    success: bool
+    flushed_pages: int
 
 
 def create_app(
@@ -70,37 +98,26 @@ def create_app(
     `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers. `around`
     gets requests before the endpoints do, and after they are observed.
     """
-    # A path with a slash at its end is not redirected: that would name the scheme and the host that this server sees,
-    # which behind a proxy are not the client's.
-    app = FastAPI(
-        title="kvarve",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
+    app = Api()
     access = Access(keys or Keyring())
     front = _Front(engine, name or engine.model.name, max_body_bytes, connections, metrics_compat, access, traces)
-    guards = [Depends(no_simple_requests), Depends(access.api)]
-    open_to_all, guarded = APIRouter(), APIRouter(dependencies=guards)
-    flushing = APIRouter(dependencies=[Depends(acts), Depends(no_pages), Depends(no_forms), Depends(access.flushing)])
+    open_to_all, guarded, flushing = APIRouter(), access.for_clients(), access.for_flushes()
     open_to_all.get("/health")(front.health)
-    open_to_all.get("/metrics")(front.metrics)
+    open_to_all.get("/metrics", response_class=PlainTextResponse)(front.metrics)
     guarded.get("/v1/models")(front.models)
-    guarded.get("/v1/models/{model:path}")(front.one_model)
-    guarded.post("/v1/completions")(front.completions)
-    guarded.post("/v1/chat/completions")(front.chat)
-    flushing.post("/flush_cache")(front.flush_cache)
-    flushing.post("/reset_prefix_cache")(front.reset_prefix_cache)
-    flushing.get("/flush_cache", dependencies=[Depends(no_browsers)])(front.flush_cache)
-    for router in (open_to_all, guarded, flushing):
+    guarded.get("/v1/models/{model:path}", responses=errors(404))(front.one_model)
+    said = streams(reads(CompletionRequest, 403, 404))
+    guarded.post("/v1/completions", response_model=Completion, **said)(front.completions)
+    said = streams(reads(ChatRequest, 403, 404))
+    guarded.post("/v1/chat/completions", response_model=ChatCompletion, **said)(front.chat)
+    flushing.post("/flush_cache", **reads(FlushRequest, needed=False))(front.flush_cache)
+    flushing.post("/reset_prefix_cache", responses=errors(400))(front.reset_prefix_cache)
+    no_body = [Depends(no_browsers)]
+    flushing.get("/flush_cache", dependencies=no_body, responses=errors(400, 408, 413))(front.flush_cache)
+    add_vllm(open_to_all, guarded, front.done)
+    add_sglang(open_to_all, guarded, engine, front.name, front.generate)
+    for router in (open_to_all, guarded, flushing, admin_routes(engine, access, front.body), page_routes()):
         app.include_router(router)
-    app.include_router(vllm_routes(front.done, guards))
-    app.include_router(sglang_routes(engine, front.name, front.generate, guards))
-    app.include_router(admin_routes(engine, access, front.body))
-    app.include_router(page_routes())
-    app.include_router(openapi_routes(lambda: app.routes, access.keys))
     watching = [Depends(access.flushing)]  # it is for the operator, as a flush is
     app.get("/live/data", dependencies=watching, include_in_schema=False)(front.live.data)
     _add_errors(app)
@@ -141,44 +158,64 @@ class _Front:
             engine, self.name, tokenizing=lambda: len(self._preparing), rejected=lambda: rejections(self.responses)
         )
 
-    async def health(self) -> Response:
+    async def health(self) -> Ok:
+        """Whether the engine serves."""
         if self._engine.broken:
             raise stopped(self._engine, 503)
-        return JSONResponse({"status": "ok"})
+        return Ok()
 
     async def metrics(self) -> Response:
+        """The metrics of Prometheus."""
         return Response(await self._scrape.get(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+    async def models(self) -> Models:
+        """The one model."""
+        return Models(object="list", data=[self._card()])
 
-    async def one_model(self, model: str) -> Response:
+    async def one_model(self, model: str) -> Card:
+        """A model by its name."""
         self._preparer.check_model(model)
-        return JSONResponse(self._card())
+        return self._card()
 
     async def completions(self, http: Http) -> Response:
+        """Answers to prompts."""
         return await self._answer(http, CompletionRequest, "cmpl-")
 
     async def chat(self, http: Http) -> Response:
+        """Answers to a chat."""
         return await self._answer(http, ChatRequest, "chatcmpl-")
 
     async def generate(self, http: Http) -> Response:
+        """Answers in SGLang's form."""
         return await self._answer(http, GenerateRequest)
 
-    async def flush_cache(self, http: Http) -> Response:
-        """Evict all unpinned pages of `tiers` (in the query or the body: "device", "device,host"; default both)."""
+    async def flush_cache(
+        self,
+        http: Http,
+        tiers: Annotated[
+            Once[str], Field(description="device, host or both with a comma between; both unless given")
+        ] = (),
+        timeout: Annotated[
+            Once[Annotated[float, Field(ge=0, le=MOST_FLUSH_S)]], Field(description="seconds for backups")
+        ] = (),
+    ) -> Flushed:
+        """Evict all unpinned pages of `tiers`, which the query or the body has."""
         async with self.body(http) as body:
-            tiers = await apart(lambda: _tiers(asked(http, "tiers", None), body))
-            wait_s = _seconds(asked(http, "timeout", None))
-        pages = await self._flush(http, tiers, wait_s)
-        return JSONResponse({"flushed_pages": pages, "tiers": [tier.name.lower() for tier in tiers]})
+            chosen = await apart(lambda: _tiers(tiers, body))
+        pages = await self._flush(http, chosen, timeout[0] if timeout else FLUSH_S)
+        return Flushed(flushed_pages=pages, tiers=[tier.name.lower() for tier in chosen])
 
-    async def reset_prefix_cache(self, http: Http) -> Response:
+    async def reset_prefix_cache(
+        self, http: Http, reset_running_requests: Once[bool] = (), reset_external: Once[bool] = ()
+    ) -> Reset:
         """vLLM's name of a flush of all memory. The storage is cleared under its own endpoint, with the admin key."""
-        for name, instead in (("reset_running_requests", ""), ("reset_external", f": POST {HICACHE}/clear does it")):
-            if asked(http, name, "false").lower() not in ("false", "0", "no", "off"):
+        for name, given, instead in (
+            ("reset_running_requests", reset_running_requests, ""),
+            ("reset_external", reset_external, f": POST {HICACHE}/clear does it"),
+        ):
+            if any(given):
                 raise Refused(400, f"{name} is not supported{instead}", param=name, code="unsupported_parameter")
-        return JSONResponse({"success": True, "flushed_pages": await self._flush(http, list(MEMORY_TIERS), FLUSH_S)})
+        return Reset(success=True, flushed_pages=await self._flush(http, list(MEMORY_TIERS), FLUSH_S))
 
     async def _flush(self, http: Http, tiers: list[Tier], wait_s: float) -> int:
         if self._engine.broken:
@@ -187,7 +224,7 @@ class _Front:
         seen(http).act = f"{pages} pages of the {' and '.join(tier.name.lower() for tier in tiers)} flushed"
         return pages
 
-    async def done(self, http: Http, work: Work) -> dict[str, Any]:
+    async def done(self, http: Http, work: Work[T]) -> T:
         """Work on a request's body, done on a lane."""
         async with self.body(http) as body:
             return await asyncio.wrap_future(
@@ -260,16 +297,16 @@ class _Front:
             return written()
         return await asyncio.wrap_future(self._lanes.run(size, written))  # rendering a long answer is slow
 
-    def _card(self) -> dict[str, Any]:
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "kvarve",
-            "root": folder(self._engine.model),  # from which vLLM's clients load the tokenizer
-            "parent": None,
-            "max_model_len": self._engine.model.max_tokens,
-        }
+    def _card(self) -> Card:
+        return Card(
+            id=self.name,
+            object="model",
+            created=self._started,
+            owned_by="kvarve",
+            root=folder(self._engine.model),  # from which vLLM's clients load the tokenizer
+            parent=None,
+            max_model_len=self._engine.model.max_tokens,
+        )
 
     def _snapshot(self) -> Snapshot:
         return snapshot(
@@ -283,20 +320,9 @@ class _Front:
         )
 
 
-Given = TypeVar("Given", str, str | None)
-
-
-def asked(http: Http, name: str, unless_given: Given) -> str | Given:
-    """A parameter of the query; Refused if it is there twice: one of the two would be ignored."""
-    given = http.query_params.getlist(name)
-    if len(given) > 1:
-        raise Refused(400, f"{name} is given {len(given)} times", param=name)
-    return given[0] if given else unless_given
-
-
-def _tiers(query: str | None, body: bytes) -> list[Tier]:
+def _tiers(query: Sequence[str], body: bytes) -> list[Tier]:
     """The tiers to flush, nearest first."""
-    given: str | list[str] | None = query
+    given: str | list[str] | None = query[0] if query else None
     if given is None and body.strip():
         given = parse(FlushRequest, body).tiers
     if given is None:
@@ -309,17 +335,6 @@ def _tiers(query: str | None, body: bytes) -> list[Tier]:
     if not names:
         raise Refused(400, f"no tier to flush; known: {', '.join(known)}", param="tiers")
     return sorted({known[name] for name in names})
-
-
-def _seconds(given: str | None) -> float:
-    """How long a flush may wait for backups: SGLang's `timeout`."""
-    try:
-        seconds = FLUSH_S if given is None else float(given)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= MOST_FLUSH_S:
-        raise Refused(400, f"timeout is a number of seconds from 0 to {MOST_FLUSH_S:.0f}", param="timeout")
-    return seconds
 
 
 def _with_param(error: ConfigError, kind: type[Asked]) -> Refused | HandOverError:
@@ -352,6 +367,16 @@ async def _http_error(http: Http, e: Exception) -> Response:
     assert isinstance(e, HTTPException)
     message = f"{http.method} {http.url.path}: {e.detail}"
     return JSONResponse(Refused(e.status_code, message).body(), e.status_code, e.headers)
+
+
+async def _not_that_kind(http: Http, e: Exception) -> Response:
+    """A parameter of the path or the query is of another type, or is there twice."""
+    assert isinstance(e, RequestValidationError)
+    first = e.errors()[0]
+    name = str(first["loc"][1])
+    twice = first["type"] == "too_long"
+    message = f"{name} is given {first['ctx']['actual_length']} times" if twice else f"{name}: {first['msg']}"
+    return JSONResponse(Refused(400, message, param=name).body(), 400)
 
 
 async def _client_gone(http: Http, e: Exception) -> Response:

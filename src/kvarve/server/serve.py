@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 128
 MOST_THREADS = 1024  # of torch, which aborts the process if it cannot start more
-TICKS_PER_SWEEP = 10  # uvicorn's ticks, each a tenth of a second
+START_S = 0.01  # between two looks whether uvicorn listens
 BROKEN_S = 0.5  # between two looks whether the ranks have ended
 LEAVE_S = 5.0  # how long clients may take to read the end of their answers at shutdown
 
@@ -114,7 +114,7 @@ class Server:
                 metrics_compat=settings.metrics_compat,
                 traces=self.traces,
             )
-            self._http = _http(app, self.connections)
+            self._http = _http(app, self.connections, edge)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
             if ranks is not None:
                 ranks.assemble()
@@ -122,8 +122,7 @@ class Server:
             undo.pop_all()
         self.engine.start()
         self._thread.start()
-        self._http.listening.wait()
-        if not self._http.started:
+        if not _listens(self._http, self._thread):
             self.stop()
             raise ConfigError(f"cannot serve on {self.url}")
         if settings.ready_file is not None:
@@ -205,11 +204,8 @@ class Server:
         return f"computed {how}; {most}, as far as {room} tokens of device memory go{beside}"
 
     def _serve(self, listener: socket.socket) -> None:
-        try:
+        with listener:
             self._http.run(sockets=[listener])
-        finally:
-            self._http.listening.set()
-            listener.close()
 
 
 def _weights(settings: Settings) -> str:
@@ -278,7 +274,10 @@ def follow(settings: Settings, place: Place, joined: Callable[[], None] = lambda
             raise Broken(why)
 
 
-def _http(app: ASGIApp, connections: Connections) -> "_Uvicorn":
+def _http(app: ASGIApp, connections: Connections, edge: Edge) -> uvicorn.Server:
+    async def every_second() -> None:
+        connections.close_stalled()
+
     config = uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], connections.protocol),
@@ -289,29 +288,21 @@ def _http(app: ASGIApp, connections: Connections) -> "_Uvicorn":
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_notify=0,  # it looks once a second
+        callback_notify=every_second,
         # asyncio accepts this many in each turn of its loop, and closes the excess some four turns later.
         backlog=max(1, min(BACKLOG, connections.most // 8)),
     )
-    return _Uvicorn(config, connections)
+    server = uvicorn.Server(config)
+    edge.drain.running = server.server_state.tasks
+    return server
 
 
-class _Uvicorn(uvicorn.Server):
-    """Reports when it listens, and closes stalled connections. It handles no signals, as it does not run on the main
-    thread."""
-
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
-        super().__init__(config)
-        self._connections = connections
-        self.listening = threading.Event()
-
-    async def on_tick(self, counter: int) -> bool:
-        if counter % TICKS_PER_SWEEP == 0:
-            self._connections.close_stalled()
-        return await super().on_tick(counter)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
+def _listens(http: uvicorn.Server, thread: threading.Thread) -> bool:
+    """Waits for its start, or its failure to."""
+    while not http.started and thread.is_alive():
+        thread.join(START_S)
+    return http.started
 
 
 def run(settings: Settings, say: Callable[[str], None] = print) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as Http
-from fastapi.responses import JSONResponse, Response
 
 from kvarve import __version__
 from kvarve.engine.engine import Engine
@@ -17,6 +16,8 @@ from kvarve.engine.requests import Request, Sampling
 from kvarve.errors import Busy
 from kvarve.server.answers import RETRY_AFTER
 from kvarve.server.api import Refused
+from kvarve.server.generate import GenerateRequest
+from kvarve.server.openapi import Generated, Json, Ok, reads, streams
 from kvarve.storage.urls import shown
 
 HEALTH_S = 20.0  # as SGLang
@@ -30,14 +31,14 @@ class Probe:
         self._engine = engine
         self._asked: asyncio.Task[bool] | None = None
 
-    async def health(self) -> Response:
-        """200 if a token came, or others' tokens did, within `HEALTH_S`."""
+    async def health(self) -> Ok:
+        """200 if a token was computed within 20 s, for this or for another request."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.create_task(self._computes())
         if self._engine.broken or not await asyncio.shield(self._asked):
             why = self._engine.broken or f"no token was computed within {HEALTH_S:.0f} s"
             raise Refused(503, why, headers=RETRY_AFTER)
-        return JSONResponse({"status": "ok"})
+        return Ok()
 
     async def _computes(self) -> bool:
         before, end = self._progress(), time.monotonic() + HEALTH_S
@@ -114,22 +115,24 @@ def storage_state(engine: Engine) -> dict[str, Any]:
     }
 
 
-def sglang_routes(engine: Engine, name: str, generate: Callable[[Http], Any], guards: list[Any]) -> APIRouter:
-    """All but the operator's; `guards` admit to those that need the API key."""
+def add_sglang(
+    open_to_all: APIRouter, guarded: APIRouter, engine: Engine, name: str, generate: Callable[[Http], Any]
+) -> None:
+    """All but the operator's; `guarded` is for those that need the API key."""
 
-    async def model_info() -> Response:
-        return JSONResponse(describe(engine, name))
+    async def model_info() -> Json:
+        """The model's folder and name."""
+        return describe(engine, name)
 
-    async def server_info() -> Response:
-        return JSONResponse(state(engine, name))
+    async def server_info() -> Json:
+        """Pages, limits, policies, the storage, the load."""
+        return state(engine, name)
 
-    guarded, router = APIRouter(dependencies=guards), APIRouter()
-    guarded.post("/generate")(generate)
-    guarded.put("/generate")(generate)
+    said = streams(reads(GenerateRequest, 403, 404))
+    for add in (guarded.post, guarded.put):
+        add("/generate", response_model=Generated | list[Generated], **said)(generate)
     for path in ("/model_info", "/get_model_info"):
         guarded.get(path)(model_info)
     for path in ("/server_info", "/get_server_info"):
         guarded.get(path)(server_info)
-    router.get("/health_generate")(Probe(engine).health)
-    router.include_router(guarded)
-    return router
+    open_to_all.get("/health_generate")(Probe(engine).health)

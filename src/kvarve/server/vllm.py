@@ -1,17 +1,17 @@
 """vLLM's endpoints, for its clients: tokens of a text, a flush under its name, the version."""
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi import Request as Http
-from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from kvarve import __version__
 from kvarve.engine.model import LoadedModel
 from kvarve.server import fields
 from kvarve.server.api import MOST_VALUES, Body, Message, Refused, parse
+from kvarve.server.openapi import reads
 from kvarve.server.prepare import RequestPreparer
 
 
@@ -41,7 +41,23 @@ class DetokenizeRequest(Body):
             raise Refused(400, "tokens must be a list of token ids", param="tokens")
 
 
-def tokenize(preparer: RequestPreparer, model: LoadedModel, body: bytes) -> dict[str, Any]:
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Version(BaseModel):
+    version: str
+
+
+def tokenize(preparer: RequestPreparer, model: LoadedModel, body: bytes) -> Tokens:
+    """The tokens of a prompt or of messages."""
     request = parse(TokenizeRequest, body)
     preparer.check_model(request.model)
     text, special = request.prompt, request.prompt is not None
@@ -52,35 +68,35 @@ def tokenize(preparer: RequestPreparer, model: LoadedModel, body: bytes) -> dict
     special = special if request.add_special_tokens is None else request.add_special_tokens
     param = "messages" if request.prompt is None else "prompt"
     tokens = preparer.tokens(text, param, lambda: False, special=special)
-    told = {"count": len(tokens), "max_model_len": model.max_tokens, "tokens": tokens}
     named = model.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
-    return told | {"token_strs": named}
+    return Tokens(count=len(tokens), max_model_len=model.max_tokens, tokens=tokens, token_strs=named)
 
 
-def detokenize(preparer: RequestPreparer, model: LoadedModel, body: bytes) -> dict[str, Any]:
+def detokenize(preparer: RequestPreparer, model: LoadedModel, body: bytes) -> Text:
+    """The text of tokens."""
     request = parse(DetokenizeRequest, body, model.max_tokens + MOST_VALUES)
     preparer.check_model(request.model)
-    return {"prompt": preparer.text(request.tokens)}
+    return Text(prompt=preparer.text(request.tokens))
 
 
-Work = Callable[[RequestPreparer, LoadedModel, bytes], dict[str, Any]]
+T = TypeVar("T")
+Work = Callable[[RequestPreparer, LoadedModel, bytes], T]
 
 
-def vllm_routes(done: Callable[[Http, Work], Any], guards: list[Any]) -> APIRouter:
-    """`done` has work on a request's body done on a lane; `guards` admit to what needs the API key."""
+def add_vllm(open_to_all: APIRouter, guarded: APIRouter, done: Callable[[Http, Work[Any]], Awaitable[Any]]) -> None:
+    """`done` has work on a request's body done on a lane; `guarded` is for what needs the API key."""
 
-    def on_a_lane(work: Work) -> Callable[[Http], Any]:
-        async def endpoint(http: Http) -> Response:
-            return JSONResponse(await done(http, work))
+    def on_a_lane(work: Work[Any]) -> Callable[[Http], Awaitable[Any]]:
+        async def endpoint(http: Http) -> Any:
+            return await done(http, work)
 
         return endpoint
 
-    async def version() -> Response:
-        return JSONResponse({"version": __version__})
+    for work, kind, answer in ((tokenize, TokenizeRequest, Tokens), (detokenize, DetokenizeRequest, Text)):
+        said: dict[str, Any] = {"name": work.__name__, "description": work.__doc__, "response_model": answer}
+        guarded.post(f"/{work.__name__}", **said, **reads(kind, 403, 404))(on_a_lane(work))
 
-    router, guarded = APIRouter(), APIRouter(dependencies=guards)
-    guarded.post("/tokenize")(on_a_lane(tokenize))
-    guarded.post("/detokenize")(on_a_lane(detokenize))
-    router.get("/version")(version)
-    router.include_router(guarded)
-    return router
+    @open_to_all.get("/version")
+    async def version() -> Version:
+        """kvarve's version."""
+        return Version(version=__version__)
