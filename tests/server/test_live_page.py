@@ -116,16 +116,18 @@ def test_a_viewer_sees_tiers_fill_hits_and_why(
     assert own_server.engine.settle()
     see(page, lambda: row(page, "warm") and row(page, "cold"))
     see(page, lambda: filled(page, "device") > 0 and filled(page, "host") > 0 and filled(page, "storage") > 0)
-    full = filled(page, "device")
-    device = row(page, "warm")[5]
-    assert row(page, "cold")[5] == "0" and cold["prompt_tokens_details"]["cached_tokens"] == 0
+    full = see(page, lambda: filled(page, "device"))
+    shown, before = see(page, lambda: (row(page, "warm"), row(page, "cold")))
+    device = shown[5]
+    assert before[5] == "0" and cold["prompt_tokens_details"]["cached_tokens"] == 0
     assert device == str(warm["kvarve"]["cached_tokens"]["device"]) != "0"
-    assert row(page, "warm")[2] == "length" and row(page, "warm")[1] == COMPLETIONS
+    assert shown[2] == "length" and shown[1] == COMPLETIONS
 
-    page.find_element(By.CSS_SELECTOR, '#requests tr[data-request="warm"] button').click()
+    see(page, lambda: page.find_element(By.CSS_SELECTOR, '#requests tr[data-request="warm"] button').click() or True)
     why = see(page, lambda: text(page, "#requests .why"))
     assert f"{device} hit_device: cached: its page was on the device" in why
-    parts = {part.get_attribute("class"): part.size["width"] for part in all_of(page, "#requests .why .strip span")}
+    strip = "#requests .why .strip span"
+    parts = see(page, lambda: {part.get_attribute("class"): part.size["width"] for part in all_of(page, strip)})
     tokens = warm["kvarve"]["reasons"]
     assert parts["r-hit_device"] > parts["r-below_grid"] > 0 and len(parts) == len(tokens)
     hottest = see(page, lambda: [each.text for each in all_of(page, "#hottest tr") if " device" in each.text])

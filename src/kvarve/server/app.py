@@ -128,6 +128,7 @@ def _add_errors(app: FastAPI) -> None:
     """Have every error answered in the form that OpenAI's clients read."""
     app.add_exception_handler(KvarveError, _error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _not_that_kind)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _bug)
 
