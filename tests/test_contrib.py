@@ -14,8 +14,8 @@ import pytest
 import trustme
 
 import forks
-from kvarve.cli import main
-from kvarve.server.settings import Settings
+from kvarve.cli.main import main
+from kvarve.reference.server.serve_settings import Settings
 
 ROOT = Path(__file__).parents[1]
 UNIT = (ROOT / "contrib" / "kvarve.service").read_text()

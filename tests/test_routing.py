@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.routing import BLOCK_BYTES, PrefixRouter, Prompt
+from kvarve.planner.routing import BLOCK_BYTES, PrefixRouter, Prompt
 
 IDLE = [0.0, 0.0, 0.0]
 ALL = range(3)

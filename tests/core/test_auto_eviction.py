@@ -7,10 +7,10 @@ import pytest
 
 from kvarve.core.audit import audit
 from kvarve.core.cache import Core
-from kvarve.core.eviction.auto import CANDIDATES, MOST, Auto, Shadow, Shadows
-from kvarve.core.tree import traces_of
-from kvarve.keys import pack, root_key
-from kvarve.testing.world import ATTENTION, STATE, config, prompt
+from kvarve.core.slots.orders.auto import CANDIDATES, MOST, Auto, Shadow, Shadows
+from kvarve.core.tree.tree import traces_of
+from kvarve.pages.keys import pack, root_key
+from tests.sim.world import ATTENTION, STATE, config, prompt
 
 ROOT = root_key(b"auto")
 

@@ -8,10 +8,10 @@ from pages import NAMESPACE, a_pool, filled
 
 from kvarve.errors import ConfigError
 from kvarve.memory.arenas import HostArena
-from kvarve.memory.copies import DeviceCopies
 from kvarve.memory.host_memory import zeros
 from kvarve.memory.layouts import LAYOUTS, PAGE_FIRST_DIRECT, spans
-from kvarve.model import DTYPE_BYTES, BufferSpec, PoolSpec
+from kvarve.memory.page_copies import DeviceCopies
+from kvarve.pages.pools import DTYPE_BYTES, BufferSpec, PoolSpec
 
 CPU = torch.device("cpu")
 KV = PoolSpec(

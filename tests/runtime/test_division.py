@@ -2,12 +2,12 @@
 
 from filling import CHUNK, PAGE, POOLS, an_identity
 
-from kvarve.config import CacheConfig, spacing
-from kvarve.core.extents import Cut
+from kvarve.cache.config import CacheConfig, spacing
+from kvarve.cache.worker import check
 from kvarve.core.policies import Policies
+from kvarve.core.slots.extents import Cut
 from kvarve.memory.layouts import PAGE_FIRST_DIRECT
-from kvarve.model import Tier
-from kvarve.worker import check
+from kvarve.pages.pools import Tier
 
 MIB = 1 << 20
 

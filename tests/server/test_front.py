@@ -16,16 +16,16 @@ import httpx
 import pytest
 from fastapi import Request
 
-from kvarve.server import front as front_module
-from kvarve.server import replicas as replicas_module
-from kvarve.server.access import Access
-from kvarve.server.api import Refused
-from kvarve.server.front import Front
-from kvarve.server.keyfile import Keyring
-from kvarve.server.observed import Seen
-from kvarve.server.replicas import Replica, Replicas
-from kvarve.server.settings import Settings
-from kvarve.server.stopped import BEFORE, DURING, ENGINE
+from kvarve.reference.server import front as front_module
+from kvarve.reference.server import replicas as replicas_module
+from kvarve.reference.server.access import Access
+from kvarve.reference.server.api import Refused
+from kvarve.reference.server.front import Front
+from kvarve.reference.server.keyfile import Keyring
+from kvarve.reference.server.replicas import Replica, Replicas
+from kvarve.reference.server.request_log import Seen
+from kvarve.reference.server.serve_settings import Settings
+from kvarve.reference.server.stopped import BEFORE, DURING, ENGINE
 
 PATIENCE_S = 120.0
 SETTINGS = cast(Settings, SimpleNamespace(dp=2, kv_events_config=None))

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvarve.server.front_metrics import front_families, merged
-from kvarve.server.observed import Responses
-from kvarve.server.replicas import Replica
-from kvarve.server.settings import Settings
+from kvarve.reference.server.front_metrics import front_families, merged
+from kvarve.reference.server.replicas import Replica
+from kvarve.reference.server.request_log import Responses
+from kvarve.reference.server.serve_settings import Settings
 
 TEXT = """\
 # HELP kvarve_rejected_requests_total Requests that got an error, by status.

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from kvarve.server.keyfile import Key
-from kvarve.server.quotas import MOST_WAIT_S, OverQuota, Quotas, Visit
+from kvarve.reference.server.keyfile import Key
+from kvarve.reference.server.quotas import MOST_WAIT_S, OverQuota, Quotas, Visit
 
 MINUTE_S = 60.0
 

@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvarve.server import replicas as replicas_module
-from kvarve.server.replicas import HUNG_S, LOOK_S, Replica
-from kvarve.server.settings import Settings
-from kvarve.server.stopped import BEFORE, ENGINE
+from kvarve.reference.server import replicas as replicas_module
+from kvarve.reference.server.replicas import HUNG_S, LOOK_S, Replica
+from kvarve.reference.server.serve_settings import Settings
+from kvarve.reference.server.stopped import BEFORE, ENGINE
 
 PATIENCE_S = 120.0
 LOOKS = round(HUNG_S / LOOK_S)

@@ -13,7 +13,7 @@ import pytest
 from servers import serving
 from talk import refused
 
-from kvarve.server.openapi import OPERATIONS
+from kvarve.reference.server.openapi import OPERATIONS
 
 pytestmark = pytest.mark.long
 PATIENCE_S = 300.0

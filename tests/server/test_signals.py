@@ -10,8 +10,8 @@ import pytest
 from servers import SHAPE, serving
 
 import forks
-from kvarve.server.keyfile import new_key
-from kvarve.server.starting import NOTIFY
+from kvarve.reference.server.keyfile import new_key
+from kvarve.reference.server.starting import NOTIFY
 
 TWO = pytest.param(2, marks=pytest.mark.long)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvarve.errors import ConfigError
 from kvarve.memory.record import HEADER_BYTES, record_bytes
-from kvarve.model import BUFFER_ALIGNMENT, DTYPE_BYTES, BufferSpec, PoolSpec
+from kvarve.pages.pools import BUFFER_ALIGNMENT, DTYPE_BYTES, BufferSpec, PoolSpec
 
 WIDEST_BYTES = max(DTYPE_BYTES.values())
 PAGE_FIRST_DIRECT = "page_first_direct"

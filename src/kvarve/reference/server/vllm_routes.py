@@ -1,0 +1,86 @@
+"""vLLM's endpoints, for its clients: tokens of a text, a flush under its name, the version."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi import Request as Http
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from kvarve import __version__
+from kvarve.reference.engine.model import LoadedModel
+from kvarve.reference.server import fields
+from kvarve.reference.server.api import MOST_VALUES, Body, Message, Refused, parse
+from kvarve.reference.server.prepare import RequestPreparer
+
+
+class TokenizeRequest(Body):
+    refused = fields.TOKENIZE
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        self.refuse()
+        if (self.prompt is None) == (self.messages is None):
+            raise Refused(400, "a request has prompt or messages, one of them", param="prompt")
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[Any]
+
+    def check(self) -> None:
+        if not all(type(token) is int for token in self.tokens):
+            raise Refused(400, "tokens must be a list of token ids", param="tokens")
+
+
+def tokenize(preparer: RequestPreparer, model: LoadedModel, body: bytes) -> dict[str, Any]:
+    request = parse(TokenizeRequest, body)
+    preparer.check_model(request.model)
+    text, special = request.prompt, request.prompt is not None
+    if request.messages is not None:
+        messages = [message.rendered(f"messages[{i}]") for i, message in enumerate(request.messages)]
+        text = model.render_chat(messages, request.tools or None, request.chat_template_kwargs or {})
+    assert text is not None
+    special = special if request.add_special_tokens is None else request.add_special_tokens
+    param = "messages" if request.prompt is None else "prompt"
+    tokens = preparer.tokens(text, param, lambda: False, special=special)
+    told = {"count": len(tokens), "max_model_len": model.max_tokens, "tokens": tokens}
+    named = model.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
+    return told | {"token_strs": named}
+
+
+def detokenize(preparer: RequestPreparer, model: LoadedModel, body: bytes) -> dict[str, Any]:
+    request = parse(DetokenizeRequest, body, model.max_tokens + MOST_VALUES)
+    preparer.check_model(request.model)
+    return {"prompt": preparer.text(request.tokens)}
+
+
+Work = Callable[[RequestPreparer, LoadedModel, bytes], dict[str, Any]]
+
+
+def vllm_routes(done: Callable[[Http, Work], Any], guards: list[Any]) -> APIRouter:
+    """`done` has work on a request's body done on a lane; `guards` admit to what needs the API key."""
+
+    def on_a_lane(work: Work) -> Callable[[Http], Any]:
+        async def endpoint(http: Http) -> Response:
+            return JSONResponse(await done(http, work))
+
+        return endpoint
+
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    router, guarded = APIRouter(), APIRouter(dependencies=guards)
+    guarded.post("/tokenize")(on_a_lane(tokenize))
+    guarded.post("/detokenize")(on_a_lane(detokenize))
+    router.get("/version")(version)
+    router.include_router(guarded)
+    return router
