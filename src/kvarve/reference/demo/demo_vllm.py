@@ -45,7 +45,7 @@ ROUNDS = {
     "storage": "vLLM was restarted, and all memory is emptied before each request",
 }
 SOURCE = {"device": "device", "host": "host", "storage": "disk"}  # what vLLM calls them
-TOKENIZER = Path(__file__).parent / "engine" / "builtin" / "tiny-hybrid"
+TOKENIZER = Path(__file__).parents[1] / "engine" / "builtin" / "tiny-hybrid"
 # Three linear layers to one of attention, as Qwen3.5 has them; vLLM's CPU build computes linear heads of 128 only, in
 # bfloat16. Weights are drawn wide enough for a wrong page to change logits.
 SHAPE = {
