@@ -82,14 +82,14 @@ wheel: setup
 # Ten million steps of the core in random lives under random faults, on all cores; another SEED gives other lives.
 SEED ?= 7
 soak: setup
-	.venv/bin/python -m kvarve.testing.world --seed $(SEED) --steps 10000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
-	.venv/bin/python -m kvarve.testing.world --engine --seed $(SEED) --steps 1000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
-	.venv/bin/python -m kvarve.testing.world --ranks --seed $(SEED) --steps 300000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
+	.venv/bin/python -m tests.sim.world --seed $(SEED) --steps 10000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
+	.venv/bin/python -m tests.sim.world --engine --seed $(SEED) --steps 1000000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
+	.venv/bin/python -m tests.sim.world --ranks --seed $(SEED) --steps 300000 --jobs $$(getconf _NPROCESSORS_ONLN) --all
 
 # Hours of conversations with a real engine whose device holds a twentieth of them; every answer is compared.
 MINUTES ?= 120
 soak-engine: setup
-	.venv/bin/python -m kvarve.testing.traffic --minutes $(MINUTES) --seed $(SEED) --json out/traffic.json --png out/traffic.png
+	.venv/bin/python -m tests.sim.traffic --minutes $(MINUTES) --seed $(SEED) --json out/traffic.json --png out/traffic.png
 
 # Each wrong variant of the code in tools/mutants.toml has to make a test fail; some minutes.
 mutants: setup
@@ -100,7 +100,7 @@ docs: setup
 	.venv/bin/python tools/docs.py
 
 bench: setup
-	@for script in $(filter-out bench/common.py bench/pretend.py,$(wildcard bench/*.py)); do echo "== $$script"; .venv/bin/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/common.py benchmarks/pretend.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; .venv/bin/python $$script || exit 1; done
 
 # The pictures of the documentation, as the tests take them of a real server in Chromium.
 pictures: setup

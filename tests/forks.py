@@ -23,8 +23,8 @@ from typing import Any
 PRELOADED = [
     "pytest",  # the main module of the process that asks
     "transformers.models.qwen3_5.modeling_qwen3_5",
-    "kvarve.server.serve",
-    "kvarve.cli",
+    "kvarve.reference.server.serve",
+    "kvarve.cli.main",
     "forks",
 ]
 

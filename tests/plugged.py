@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from kvarve.regions import HostRegion
 from kvarve.storage import Backend, Storage, StorageUrl, urls
+from kvarve.system.regions import HostRegion
 
 
 def plug_in(

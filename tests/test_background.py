@@ -9,8 +9,8 @@ from concurrent.futures import CancelledError, Future
 import pytest
 
 from gates import LONG_S, Gate, threads
-from kvarve.background import Abandoned, BackgroundCall, WorkerPool
 from kvarve.errors import StorageError
+from kvarve.system.background import Abandoned, BackgroundCall, WorkerPool
 
 
 def refuse_threads(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve import boundaries as b
+from kvarve.pages import boundaries as b
 
 LOOKBACKS = st.one_of(st.none(), st.integers(1, 9))
 

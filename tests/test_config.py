@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.config import CacheConfig, room_for, spacing, split
+from kvarve.cache.config import CacheConfig, room_for, spacing, split
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.worker import check
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.memory.record import record_bytes
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
-from kvarve.prefix_cache import PrefixCache
-from kvarve.sizes import parse_size
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec, Tier
+from kvarve.pages.sizes import parse_size
 from kvarve.storage import MemoryStorage
-from kvarve.worker import check
 
 ATTENTION = PoolSpec("attention", (BufferSpec("k", (64, 100), "float32"),), None)
 WINDOW = PoolSpec("window", (BufferSpec("w", (64, 10), "float32"),), 3)

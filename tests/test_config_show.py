@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 
 Out = pytest.CaptureFixture[str]
 

@@ -15,8 +15,8 @@ import trustme
 import yaml
 
 import forks
-from kvarve.cli import main
-from kvarve.server.settings import Settings
+from kvarve.cli.main import main
+from kvarve.reference.server.serve_settings import Settings
 
 ROOT = Path(__file__).parents[1]
 UNIT = (ROOT / "contrib" / "kvarve.service").read_text()

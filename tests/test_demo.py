@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from demos import FAMILIES, run_demo
-from kvarve.testing.models import save_checkpoint, tiny_model
+from tests.sim.models import save_checkpoint, tiny_model
 
 
 def test_the_demo_is_warm_from_every_tier_with_the_cold_answers(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvarve import demo_vllm
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.errors import KvarveError
-from kvarve.integrations import vllm_process
+from kvarve.reference.demo import demo_vllm, vllm_process
 
 PAGE = 384
 

@@ -49,7 +49,7 @@ def test_the_docs_install_from_a_checkout_what_is_needed() -> None:
 
 def test_no_example_names_a_folder_that_all_users_may_write_to() -> None:
     paths = [ROOT / "README.md", ROOT / "Makefile"]
-    for folder, kind in (("docs", "*.md"), ("src", "*.py"), ("bench", "*.py")):
+    for folder, kind in (("docs", "*.md"), ("src", "*.py"), ("benchmarks", "*.py")):
         paths += (ROOT / folder).rglob(kind)
     assert len(paths) > 100
     for path in paths:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
-from kvarve.familiar import FLAGS, translated
-from kvarve.server.settings import Settings
+from kvarve.reference.server.serve_settings import Settings
+from kvarve.settings.engine_flags import FLAGS, translated
 
 DEVICE = 1 << 28
 

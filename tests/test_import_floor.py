@@ -1,7 +1,8 @@
-"""Imports go down only. A module that is on no floor yet fails here, so that it has to be placed."""
+"""Folders are floors: each imports from folders below it only. A folder that is on no floor yet fails here."""
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -9,31 +10,34 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "kvarve"
 
 FLOORS = (
-    {"model", "keys", "boundaries", "errors", "sizes", "handles", "histograms", "__init__"},  # words
-    {"core"},
-    {"background", "regions", "leftovers"},  # threads, memory, and what was left in places of all
-    {"memory", "transfer", "storage", "ranks"},  # data movement
-    {"config", "messages", "changes", "ticket"},  # settings, and messages between scheduler and worker
-    {"scheduler", "worker"},
-    {"prefix_cache", "admin", "metrics", "options", "commands", "reports", "familiar"},  # the pair, and the engine
-    {"engine", "simulate"},
-    # applications
-    {"cli", "__main__", "storage_cli", "server", "served", "bench", "demo", "demo_report", "demo_vllm", "verify"}
-    | {"integrations"},
+    {"errors", "__init__"},
+    {"pages", "system", "reports"},  # what a page is; what any process has; what commands print
+    {"core", "settings"},
+    {"memory", "storage"},
+    {"transfer", "ranks"},
+    {"cache", "metrics"},  # the product: scheduler, worker, and both in one process
+    {"reference"},  # an engine, its server, the prover, the demo
+    {"planner", "connectors"},
+    {"bench"},
+    {"cli", "testing"},
+    {"__main__"},
 )
-WORDS, CORE, HANDS = FLOORS[0], FLOORS[1], FLOORS[3]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
-# Modules of one floor that do not know each other, except as told here: only the lanes know arenas and storages.
-STRANGERS = (HANDS, {"scheduler", "worker"})
-MAY_USE = {"transfer": {"memory", "storage"}}
+# Folders of one floor know nothing of each other, and these neither: only lanes know both arenas and storages.
+STRANGERS = {("cache/worker.py", "kvarve.cache.scheduler"), ("cache/scheduler.py", "kvarve.cache.worker")}
+APART = {"memory": {"core"}, "storage": {"core"}, "settings": {"core"}, "metrics": {"ranks"}}
 
 # A scheduler may live where no tensor is: it and what it imports know no memory, lane or storage, and read no clock.
-DECIDES = {"scheduler", "changes", "messages", "ticket", "config", "ranks"}
-HOW_RANKS_TALK = {"ranks/group.py", "ranks/star.py"}  # a scheduler is given their agreement
+DECIDES = {f"cache/{each}.py" for each in ("scheduler", "storage_changes", "messages", "config")} | {
+    "ranks/agreement.py"
+}
+# How large records are and how they lie is part of the settings; arenas are not.
+SIZES = {"kvarve.memory.record", "kvarve.memory.layouts"}
 
+PURE = ("pages", "core", "errors")
 NOT_PURE = {"time", "threading", "socket", "logging", "random", "os", "torch", "asyncio", "subprocess", "secrets"}
-NUMPY_IN = {"keys.py": {"numpy"}}
+NUMPY_IN = {"pages/keys.py": {"numpy"}}
 
 # Ways to import in source that ruff has formatted: a statement is alone on its lines.
 IMPORT = re.compile(
@@ -56,7 +60,7 @@ def imported(name: str, text: str) -> Iterator[str]:
             above = package[: len(package) - len(found["dots"]) + 1] if found["dots"] else ()
             module = ".".join((*above, found["module"]) if found["module"] else above)
             yield module
-            # `from kvarve import boundaries` imports kvarve.boundaries; a plain name of a module adds nothing.
+            # `from kvarve import pages` imports kvarve.pages; a plain name of a module adds nothing.
             yield from (f"{module}.{each}" for each in re.findall(r"\w+", found["names"]) if module == "kvarve")
 
 
@@ -84,37 +88,37 @@ def breaches(wrong: Callable[[str, set[str], set[str]], object]) -> dict[str, ob
     return {name: each for name, each in found.items() if each}
 
 
-def test_every_module_stands_on_a_floor() -> None:
-    assert {*map(top, modules())} >= {"model", "keys", "boundaries", "errors", "core", "storage", "testing"}
-    assert {*map(top, modules())} - {"testing"} <= FLOOR_OF.keys()
+def test_every_folder_is_a_floor() -> None:
+    assert {*map(top, modules())} == FLOOR_OF.keys()
 
 
 def test_imports_go_down_only() -> None:
     def wrong(name: str, names: set[str], _: set[str]) -> object:
         own = top(name)
-        strangers = {other for floor in STRANGERS if own in floor for other in floor - {own} - MAY_USE.get(own, set())}
-        return own != "testing" and {
-            other for other in inside(names) if other in strangers or FLOOR_OF.get(other, 99) > FLOOR_OF[own]
-        }
+        above = {other for other in inside(names) - {own} if FLOOR_OF.get(other, 99) >= FLOOR_OF[own]}
+        return above | inside(names) & APART.get(own, set()) | {each for each in names if (name, each) in STRANGERS}
 
-    assert not breaches(wrong), "imported from above, from kvarve.testing, or by a stranger"
+    assert not breaches(wrong), "imported from above, from the same floor, or by a stranger"
+
+
+def test_no_two_files_have_one_name() -> None:
+    names = Counter(Path(name).name for name in modules())
+    assert {name for name, count in names.items() if count > 1} <= {"__init__.py", "__main__.py"}
 
 
 def test_words_and_core_are_pure() -> None:
     def wrong(name: str, _: set[str], roots: set[str]) -> object:
-        return top(name) in WORDS | CORE and roots & (NOT_PURE | {"numpy"} - NUMPY_IN.get(name, set()))
+        return top(name) in PURE and roots & (NOT_PURE | {"numpy"} - NUMPY_IN.get(name, set()))
 
     assert not breaches(wrong)
 
 
 def test_what_decides_knows_no_tensor_thread_or_file() -> None:
     def wrong(name: str, names: set[str], roots: set[str]) -> object:
-        if top(name) not in DECIDES or name in HOW_RANKS_TALK:
+        if name not in DECIDES:
             return None
-        # How large records are is part of the settings; arenas are not.
         memory = {each for each in names if each.startswith("kvarve.memory")}
-        moves = inside(names) & {"transfer", "storage", "worker"}
-        return roots & NOT_PURE - {"logging"} | moves | memory - {"kvarve.memory.record"}
+        return roots & NOT_PURE - {"logging"} | inside(names) & {"transfer", "storage"} | memory - SIZES
 
     assert not breaches(wrong)
 
@@ -126,29 +130,29 @@ INSTALLS = {
     "server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "h11", "httpx"},
     "demo": {"matplotlib"},
 }
-# What a module of `integrations` finds in the engine that loads it, by how the module's name begins.
-ENGINES = {"vllm": {"vllm"}, "sglang": {"sglang"}, "checkpoint": {"huggingface_hub"}}
 INSTALL_OF = {
-    "engine": "engine",
     "metrics": "engine",
-    "integrations": "engine",
-    "verify": "engine",
-    "server": "server",
+    "connectors": "engine",
+    "reference/engine": "engine",
+    "reference/verify": "engine",
+    "reference/server": "server",
+    "reference/server/serve_settings.py": "base",
+    "reference/server/keyfile.py": "base",
+    "reference/demo": "demo",
+    "cli/admin_client.py": "server",
     "bench": "server",
-    "bench/settings.py": "base",
-    "bench/command.py": "base",
+    "bench/bench_settings.py": "base",
+    "bench/bench_command.py": "base",
     "bench/picture.py": "demo",
-    "demo": "demo",
-    "demo_report": "demo",
-    "demo_vllm": "engine",
-    "simulate/sweep.py": "demo",
-    "server/settings.py": "base",
-    "server/keyfile.py": "base",
-    "server/keys_cli.py": "base",
-    "server/config_cli.py": "base",
+    "planner/sweep.py": "demo",
 }
-
-
+# What a module finds in the engine that loads it.
+ENGINES = {
+    "connectors/vllm": {"vllm"},
+    "connectors/sglang": {"sglang"},
+    "connectors/checkpoint.py": {"huggingface_hub"},
+    "reference/demo/vllm_engine.py": {"vllm"},
+}
 # What a module imports where it is asked to, and refuses clearly without.
 OPTIONAL = {
     "cuda",
@@ -164,11 +168,17 @@ OPTIONAL = {
 }
 
 
+def nearest(name: str, table: dict[str, object]) -> object:
+    """What a table has for a module, or for the nearest folder around it."""
+    return next((table[each] for each in (name, *map(str, Path(name).parents)) if each in table), None)
+
+
 def test_a_module_imports_what_its_install_brings() -> None:
     def wrong(name: str, _: set[str], roots: set[str]) -> object:
-        own, sizes = INSTALL_OF.get(name) or INSTALL_OF.get(top(name), "base"), [*INSTALLS]
-        brought = set().union(*(INSTALLS[each] for each in sizes[: sizes.index(own) + 1]))
-        engine = ENGINES.get(Path(name).stem.split("_")[0], set()) if top(name) == "integrations" else set()
+        own, sizes = nearest(name, {**INSTALL_OF}) or "base", [*INSTALLS]
+        brought = set().union(*(INSTALLS[each] for each in sizes[: sizes.index(str(own)) + 1]))
+        engine = nearest(name, {**ENGINES}) or set()
+        assert isinstance(engine, set)
         return top(name) != "testing" and roots - brought - engine - OPTIONAL - {"kvarve"} - sys.stdlib_module_names
 
     assert not breaches(wrong)
@@ -176,8 +186,8 @@ def test_a_module_imports_what_its_install_brings() -> None:
 
 def test_the_checker_sees_every_way_to_import() -> None:
     text = (
-        "from kvarve import model\nfrom . import cache\nfrom ..engine import (\n    state,\n)\n"
-        "def lazily():\n    import torch, kvarve.server.app as app\n    importlib.import_module('kvarve.testing')\n"
+        "from kvarve import pages\nfrom . import cache\nfrom ..engine import (\n    state,\n)\n"
+        "def lazily():\n    import torch, kvarve.storage.base as app\n    importlib.import_module('kvarve.testing')\n"
     )
     found = {*imported("core/some.py", text)}
-    assert inside(found) == {"model", "core", "engine", "server", "testing"} and "torch" in found
+    assert inside(found) == {"pages", "core", "engine", "storage", "testing"} and "torch" in found

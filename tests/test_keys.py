@@ -7,7 +7,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvarve.keys import TOKEN_BYTES, bind_to_chunk, extend, group_name, object_name, pack, parse_object_name, root_key
+from kvarve.pages.keys import (
+    TOKEN_BYTES,
+    bind_to_chunk,
+    extend,
+    group_name,
+    object_name,
+    pack,
+    parse_object_name,
+    root_key,
+)
 
 TOKEN = st.integers(0, 2**32 - 1)
 TOKENS = st.lists(TOKEN, max_size=40)

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 import forks
-from kvarve import leftovers
-from kvarve.engine.ranks import started
-from kvarve.leftovers import MARK, locked, sweep, temporary_folder
-from kvarve.regions import SHARED, shared_region
+from kvarve.reference.engine.rank_processes import started
+from kvarve.system import orphans
+from kvarve.system.orphans import MARK, locked, sweep, temporary_folder
+from kvarve.system.regions import SHARED, shared_region
 
 WORKS = """
 import sys
-from kvarve.engine.ranks import started
-from kvarve.regions import shared_region
+from kvarve.reference.engine.rank_processes import started
+from kvarve.system.regions import shared_region
 
 with started(print, None, 1) as (place, listener):
     region = shared_region(4096)
@@ -101,7 +101,7 @@ def test_where_folders_cannot_be_locked_one_is_made_all_the_same(
     def refused(*_: int) -> None:
         raise OSError(9, "Bad file descriptor")
 
-    monkeypatch.setattr(leftovers.fcntl, "flock", refused)
+    monkeypatch.setattr(orphans.fcntl, "flock", refused)
     with temporary_folder("kvarve-ranks-") as folder, temporary_folder("kvarve-ranks-"):
         assert folder.exists()
     assert not [*short_tmp.iterdir()]
@@ -114,7 +114,7 @@ def test_links_and_what_other_users_own_stay(tmp_path: Path, monkeypatch: pytest
     file.touch()
     os.mkfifo(pipe)
     with monkeypatch.context() as patch:
-        patch.setattr(leftovers.os, "geteuid", lambda: os.getuid() + 1)
+        patch.setattr(orphans.os, "geteuid", lambda: os.getuid() + 1)
         sweep([target, file, tmp_path / "none"])
     sweep([link, pipe])
     assert target.exists() and link.is_symlink() and file.exists() and pipe.exists()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarve.errors import ConfigError
-from kvarve.model import BUFFER_ALIGNMENT, DTYPE_BYTES, BufferSpec, ModelIdentity, PoolSpec, window_lookback
+from kvarve.pages.pools import BUFFER_ALIGNMENT, DTYPE_BYTES, BufferSpec, ModelIdentity, PoolSpec, window_lookback
 
 BUFFER = BufferSpec("keys", (2, 64, 16), "float16")
 KV = PoolSpec("kv", (BUFFER, BufferSpec("values", (2, 64, 16), "float16")), None)

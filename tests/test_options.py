@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from kvarve import cli, commands, errors
-from kvarve.cli import app as real
-from kvarve.core import settings as core_settings
+from kvarve import errors
+from kvarve.cli import main
+from kvarve.cli.main import app as real
+from kvarve.connectors.sglang import objects
+from kvarve.core import core_config as core_settings
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
-from kvarve.integrations import objects
-from kvarve.options import FILE_BYTES, ConfigFile, call, needs, root_app
-from kvarve.server.settings import Settings
-from kvarve.simulate import SimulationConfig
+from kvarve.planner import SimulationConfig
+from kvarve.reference.server.serve_settings import Settings
+from kvarve.settings import commands
+from kvarve.settings.options import FILE_BYTES, ConfigFile, call, needs, root_app
 
 app = root_app("kvarve", "", "kvarve 0")
 
@@ -227,10 +229,10 @@ def test_without_assertions_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys
     compiled = dict(vars(errors))
     source = compile(inspect.getsource(errors.require_assertions), errors.__file__, "exec", optimize=1)
     exec(source, compiled)
-    for module in (cli, core_settings, objects):
+    for module in (main, core_settings, objects):
         monkeypatch.setattr(module, "require_assertions", compiled["require_assertions"])
     said = "kvarve does not run without its assertions: leave out -O and PYTHONOPTIMIZE"
-    assert cli.main(["serve"]) == 2 and capsys.readouterr().err == f"kvarve: {said}\n"
+    assert main.main(["serve"]) == 2 and capsys.readouterr().err == f"kvarve: {said}\n"
     for make in (lambda: core_settings.CoreConfig((), {}), lambda: objects.Objects(None, deadline_s=1)):
         with pytest.raises(ConfigError, match=said):
             make()
@@ -241,4 +243,4 @@ def test_a_command_whose_extra_is_missing_says_which_one() -> None:
     with pytest.raises(ConfigError, match=said), needs("engine", "models"):
         raise ModuleNotFoundError(name="transformers.models")
     with pytest.raises(ModuleNotFoundError), needs("engine", "models"):
-        raise ModuleNotFoundError("one of ours", name="kvarve.engine.engines")
+        raise ModuleNotFoundError("one of ours", name="kvarve.reference.engine.engines")

@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from kvarve.core.reasons import Reason
-from kvarve.engine.families import Facts, Pool
-from kvarve.engine.families import table as models_table
-from kvarve.simulate.command import _curve, _table
-from kvarve.simulate.replayer import SimulationReport
-from kvarve.simulate.settings import SimulationConfig
-from kvarve.simulate.sweep import COMPARED, Point
-from kvarve.verify.report import Damage, ProofReport, Rounding
-from kvarve.verify.report import Path as ProofPath
+from kvarve.core.observe.reasons import Reason
+from kvarve.planner.replayer import SimulationReport
+from kvarve.planner.simulate_command import _curve, _table
+from kvarve.planner.simulation_config import SimulationConfig
+from kvarve.planner.sweep import COMPARED, Point
+from kvarve.reference.engine.families import Facts, Pool
+from kvarve.reference.engine.families import table as models_table
+from kvarve.reference.verify.report import Damage, ProofReport, Rounding
+from kvarve.reference.verify.report import Path as ProofPath
 
 WIDTH, TOKENS = 80, 123_456_789
 
@@ -81,7 +81,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_worked_example_of_sizing_prints_what_the_page_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvarve.cli import main
+    from kvarve.cli.main import main
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", str(WIDTH))

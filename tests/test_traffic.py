@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from kvarve.engine.model import LoadedModel, load_model
-from kvarve.engine.paging import PagedWorkspace
-from kvarve.model import BufferSpec
-from kvarve.testing.traffic import SHORT, Traffic, Wrong, draw, figures, show
+from kvarve.pages.pools import BufferSpec
+from kvarve.reference.engine.model import LoadedModel, load_model
+from kvarve.reference.engine.paging import PagedWorkspace
+from tests.sim.traffic import SHORT, Traffic, Wrong, draw, figures, show
 
 pytestmark = pytest.mark.long
 REQUESTS = 32  # of each server; time is no measure on a machine that others use

@@ -13,29 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kvarve.keys
-import kvarve.scheduler
-import kvarve.verify.damage
-import kvarve.verify.prover
-import kvarve.worker
-from kvarve import boundaries
-from kvarve.cli import main
+import kvarve.cache.scheduler
+import kvarve.cache.worker
+import kvarve.pages.keys
+import kvarve.reference.verify.damage
+import kvarve.reference.verify.prover
+from kvarve.cache.scheduler import CacheScheduler
+from kvarve.cli.main import main
 from kvarve.core.cache import Core
-from kvarve.core.lease import Lease, Phase
-from kvarve.core.paths import Paths
-from kvarve.engine.engine import Engine
-from kvarve.engine.state import Workspace
-from kvarve.keys import root_key
-from kvarve.model import BufferSpec, PoolSpec
-from kvarve.scheduler import CacheScheduler
+from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.requests.paths import Paths
+from kvarve.pages import boundaries
+from kvarve.pages.keys import root_key
+from kvarve.pages.pools import BufferSpec, PoolSpec
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.workspace import Workspace
+from kvarve.reference.verify.damage import damages
+from kvarve.reference.verify.proof_paths import abort, branches, conversation, deepest, eviction, partial, tiers
+from kvarve.reference.verify.proof_requests import same_bits
+from kvarve.reference.verify.prover import Prover
+from kvarve.reference.verify.serving import answers, together
 from kvarve.storage.altered import AlteredStorage
 from kvarve.storage.file import maintenance
-from kvarve.testing.models import save_checkpoint, tiny_model
-from kvarve.verify.damage import damages
-from kvarve.verify.paths import abort, branches, conversation, deepest, eviction, partial, tiers
-from kvarve.verify.prover import Prover
-from kvarve.verify.requests import same_bits
-from kvarve.verify.serving import answers, together
+from tests.sim.models import save_checkpoint, tiny_model
 
 PAGE, CHUNK = 16, 64
 LONG = pytest.mark.long
@@ -92,7 +92,7 @@ def test_a_device_that_pools_cannot_share_has_room_for_every_path(
     verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GPU without virtual memory, or with too little: memory is divided by how far apart snapshots may be."""
-    for module in (kvarve.worker, kvarve.verify.prover):
+    for module in (kvarve.cache.worker, kvarve.reference.verify.prover):
         monkeypatch.setattr(module, "on_host", lambda _: False)
     assert verify("gpt_oss") == 0, verify.wrong()
 
@@ -132,26 +132,26 @@ def a_hit_is_the_least_of_the_pools_lengths(patch: pytest.MonkeyPatch) -> None:
         return 1 << min(map(boundaries.deepest, each))
 
     patch.setattr(boundaries, "resume_at", resume_at)
-    patch.setattr(kvarve.verify.prover, "STORAGE_S", 1.0)  # it waits for pages that no tier has
+    patch.setattr(kvarve.reference.verify.prover, "STORAGE_S", 1.0)  # it waits for pages that no tier has
 
 
 def all_salts_share_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kvarve.scheduler, "root_key", lambda namespace, salt: root_key(namespace, salt.split()[1]))
+    patch.setattr(kvarve.cache.scheduler, "root_key", lambda namespace, salt: root_key(namespace, salt.split()[1]))
 
 
 def a_key_is_of_its_page_alone(patch: pytest.MonkeyPatch) -> None:
-    right = kvarve.keys.extend
+    right = kvarve.pages.keys.extend
     width = PAGE * 4
 
     def extend(parent: bytes, tokens: bytes, page_tokens: int) -> list[bytes]:
         pages = (tokens[at : at + width] for at in range(0, len(tokens) // width * width, width))
         return [right(b"nobody", page, page_tokens)[0] for page in pages]
 
-    patch.setattr(kvarve.keys, "extend", extend)
+    patch.setattr(kvarve.pages.keys, "extend", extend)
 
 
 def pages_are_known_in_every_chunk(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kvarve.scheduler, "bind_to_chunk", lambda packed, *_: packed)
+    patch.setattr(kvarve.cache.scheduler, "bind_to_chunk", lambda packed, *_: packed)
 
 
 def nothing_is_kept_where_prompts_end(patch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def an_aborted_request_keeps_its_pins(patch: pytest.MonkeyPatch) -> None:
 
 def the_pages_are_not_read(patch: pytest.MonkeyPatch) -> None:
     """The run that is compared is the one that it is compared with."""
-    patch.setattr(kvarve.verify.damage, "differences", lambda *_: [])
+    patch.setattr(kvarve.reference.verify.damage, "differences", lambda *_: [])
 
 
 def nothing_is_checked(patch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,8 @@ def test_a_cache_that_is_wrong_is_not_proved(
     verify: Verify,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvarve.verify, "STEPS", {"exact": (step,)})  # the others would notice some of them too
+    # The other steps would notice some of them too.
+    monkeypatch.setattr(kvarve.reference.verify, "STEPS", {"exact": (step,)})
     bug(monkeypatch)
     assert verify(family) == 1
     assert wrong <= verify.wrong(), verify.report
@@ -295,7 +296,7 @@ def test_what_cannot_be_is_one_clear_line(
 def test_a_storage_of_ones_own_is_left_as_it_was(
     verify: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvarve.verify, "STEPS", {"exact": (tiers,)})
+    monkeypatch.setattr(kvarve.reference.verify, "STEPS", {"exact": (tiers,)})
     store = tmp_path / "store"
     verify("lfm2", "--storage", f"file://{store}?capacity=64MiB")
     assert verify.wrong() == set()
@@ -306,7 +307,7 @@ def test_a_storage_of_ones_own_is_left_as_it_was(
 
 
 def test_without_damage_nothing_is_proved(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvarve.verify, "STEPS", {"exact": (conversation,)})
+    monkeypatch.setattr(kvarve.reference.verify, "STEPS", {"exact": (conversation,)})
     assert verify("lfm2") == 1
     assert verify.wrong() == set()
 

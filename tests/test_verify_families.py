@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvarve.cli import main
-from kvarve.testing.models import FAMILIES, STATES_ALONE, save_checkpoint, tiny_grid, tiny_model
+from kvarve.cli.main import main
+from tests.sim.models import FAMILIES, STATES_ALONE, save_checkpoint, tiny_grid, tiny_model
 
 DRIVEN = [
     *("transformers", "cold", "device", "salt", "host", "storage", "restart", "mixed", "partial", "branches"),

@@ -87,9 +87,9 @@ def venv() -> Iterator[CleanVenv]:
 # A prompt of two chunks leaves its pages in a folder, and the next cache that opens the folder brings them back.
 ROUND_TRIP = """
 import sys
-from kvarve.config import CacheConfig
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.prefix_cache import PrefixCache
+from kvarve.cache.config import CacheConfig
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.cache.prefix_cache import PrefixCache
 pools = (PoolSpec("kv", (BufferSpec("k", (64, 8), "float32"),), None),)
 identity = ModelIdentity("test", "weights", "float32", 64, 64, pools)
 tokens = range(130)
@@ -168,7 +168,9 @@ def test_the_server_extra_serves_a_completion(venv: CleanVenv) -> None:
 def test_the_demo_extra_plots(venv: CleanVenv) -> None:
     venv.install("[demo]")
     assert "--out" in venv.run("kvarve", "demo", "--help")
-    venv.python("import kvarve.demo\nfrom matplotlib import pyplot\npyplot.subplots()[0].savefig('demo.png')")
+    venv.python(
+        "import kvarve.reference.demo.demo\nfrom matplotlib import pyplot\npyplot.subplots()[0].savefig('demo.png')"
+    )
     assert (venv.folder / "demo.png").stat().st_size > 0
 
 

@@ -16,16 +16,17 @@ import transformers
 from prometheus_client.core import Metric
 
 import residency
-from kvarve import familiar, metrics
-from kvarve.core import copies
-from kvarve.core.lease import MOVES, Cause, Phase
-from kvarve.core.levels import Ages
-from kvarve.core.reasons import Reason
-from kvarve.core.tree import Run
-from kvarve.engine import families
-from kvarve.histograms import Histogram
+from kvarve import metrics
+from kvarve.core.copies import in_flight
+from kvarve.core.observe.histograms import Histogram
+from kvarve.core.observe.levels import Ages
+from kvarve.core.observe.reasons import Reason
+from kvarve.core.requests.lease import MOVES, Cause, Phase
+from kvarve.core.tree.tree import Run
 from kvarve.metrics import Snapshot
-from kvarve.model import Tier
+from kvarve.pages.pools import Tier
+from kvarve.reference.engine import families
+from kvarve.settings import engine_flags
 from kvarve.storage.base import StorageUsage
 from kvarve.transfer.flows import LANES, Flow
 
@@ -37,7 +38,7 @@ def edges() -> str:
     """The four edges between tiers, by their names in the code."""
     named = {
         edge: name.lower()
-        for name, edge in vars(copies).items()
+        for name, edge in vars(in_flight).items()
         if name.isupper() and isinstance(edge, tuple) and edge[0] is not edge[1]
     }
     tiers = [*Tier]
@@ -73,7 +74,7 @@ def reasons() -> str:
 def flags() -> str:
     """Flags of other servers, and what becomes of each."""
 
-    def fate(flag: familiar.Flag) -> str:
+    def fate(flag: engine_flags.Flag) -> str:
         if flag.ours:
             return f"`{flag.ours}`" + (f", {flag.why}" if flag.why else "")
         if flag.fine is None:
@@ -81,7 +82,7 @@ def flags() -> str:
         only = f" ({' or '.join(flag.fine)} only)" if any(flag.fine) else ""
         return f"changes nothing{only}: {flag.why}"
 
-    rows = [f"| `{name}` | {fate(flag)} |" for name, flag in familiar.FLAGS.items()]
+    rows = [f"| `{name}` | {fate(flag)} |" for name, flag in engine_flags.FLAGS.items()]
     return "\n".join(["| flag | here |", "|---|---|", *rows]) + "\n"
 
 

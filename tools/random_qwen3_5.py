@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
-from kvarve.testing.models import EOS, PAD, save_checkpoint
+from tests.sim.models import EOS, PAD, save_checkpoint
 
 BASE: dict[str, Any] = {
     "vocab_size": 32768,

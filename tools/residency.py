@@ -11,13 +11,13 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-from kvarve.boundaries import members, ones, span
-from kvarve.core.backups import Backups
 from kvarve.core.cache import Core
-from kvarve.core.copies import BACKUP, Op, PartOutcome
-from kvarve.core.prefetch import Prefetch
-from kvarve.core.tree import Run, upward
-from kvarve.testing.world import born, live
+from kvarve.core.copies.backups import Backups
+from kvarve.core.copies.in_flight import BACKUP, Op, PartOutcome
+from kvarve.core.requests.prefetch import Prefetch
+from kvarve.core.tree.tree import Run, upward
+from kvarve.pages.boundaries import members, ones, span
+from tests.sim.world import born, live
 
 LIVES, STEPS = range(120), 250
 EVENTS = ("publish", "load", "backup", "store", "fetch", "leaves device", "leaves host")

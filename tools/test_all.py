@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "test-all.json"
-WORLD = [sys.executable, "-m", "kvarve.testing.world", "--all", "--out", "out/lives", f"--jobs={os.cpu_count() or 1}"]
+WORLD = [sys.executable, "-m", "tests.sim.world", "--all", "--out", "out/lives", f"--jobs={os.cpu_count() or 1}"]
 STEPS, RANKS_STEPS = 1_000_000, 120_000  # of the World; those of several ranks are dear
 MUTANTS = 60
 UNCOMMITTED = " with changes"

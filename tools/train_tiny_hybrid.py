@@ -36,10 +36,10 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from kvarve.engine.recall import KEYS, VALUES, RecallTask, recall_task, score
-from kvarve.engine.wrappers import compute
+from kvarve.reference.engine.recall import KEYS, VALUES, RecallTask, recall_task, score
+from kvarve.reference.engine.wrappers import compute
 
-HERE = Path(__file__).resolve().parent.parent / "src/kvarve/engine/builtin/tiny-hybrid"
+HERE = Path(__file__).resolve().parent.parent / "src/kvarve/reference/engine/builtin/tiny-hybrid"
 
 MERGED_VOCAB = 1536  # 256 bytes and what they merge into; the words of the task and the special tokens come after
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")

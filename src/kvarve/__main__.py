@@ -2,6 +2,6 @@
 
 import sys
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 
 sys.exit(main())

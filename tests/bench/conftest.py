@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.append(str(ROOT / "bench"))  # behind the packages: one of the scripts has the name of one
+sys.path.append(str(ROOT / "benchmarks"))  # behind the packages: one of the scripts has the name of one
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Quick:
 
 @pytest.fixture
 def quick(tmp_path: Path) -> Callable[..., Quick]:
-    """Runs `bench/NAME --quick`, where warnings are errors, and checks that it leaves no file in its folder."""
+    """Runs `benchmarks/NAME --quick`, where warnings are errors, and checks that it leaves no file in its folder."""
 
     def run(name: str, *more: str, folder: bool = True) -> Quick:
         out, work = tmp_path / "figures.json", tmp_path / "work"
         work.mkdir()
-        words = [f"bench/{name}", "--quick", "--json", str(out), *more, *(("--dir", str(work)) if folder else ())]
+        words = [f"benchmarks/{name}", "--quick", "--json", str(out), *more, *(("--dir", str(work)) if folder else ())]
         done = subprocess.run(
             [sys.executable, "-W", "error", *words],
             cwd=ROOT,

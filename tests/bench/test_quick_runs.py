@@ -111,7 +111,7 @@ def test_a_quick_run_of_batches_measures_each_family_alone_and_in_a_crowd(quick:
 
 @pytest.mark.long
 def test_a_python_that_is_named_and_missing_is_an_error(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "bench" / "engines.py"), "--vllm-python", str(tmp_path / "python")]
+    words = [sys.executable, str(ROOT / "benchmarks" / "engines.py"), "--vllm-python", str(tmp_path / "python")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode and "there is no" in done.stderr and "Traceback" not in done.stderr
 

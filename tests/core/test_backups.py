@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvarve.core.backups import BACK_OFF_S, BUSY_S, LOOK_AGAIN_S, MAX_BACK_OFF_S, RETRY_BUDGET
-from kvarve.core.effects import Copy
-from kvarve.core.lease import Phase
-from kvarve.keys import KEY_BYTES, names, pack, root_key
-from kvarve.model import PoolSpec, Tier
-from kvarve.testing.world import ATTENTION, STATE, World, config, fork, prompt, runs
-from kvarve.testing.world.scenes import PAGE_TOKENS
+from kvarve.core.copies.backups import BACK_OFF_S, BUSY_S, LOOK_AGAIN_S, MAX_BACK_OFF_S, RETRY_BUDGET
+from kvarve.core.copies.effects import Copy
+from kvarve.core.requests.lease import Phase
+from kvarve.pages.keys import KEY_BYTES, names, pack, root_key
+from kvarve.pages.pools import PoolSpec, Tier
+from tests.sim.world import ATTENTION, STATE, World, config, fork, prompt, runs
+from tests.sim.world.scenes import PAGE_TOKENS
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 PAGE_BYTES = ATTENTION.payload_bytes

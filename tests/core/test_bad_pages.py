@@ -3,10 +3,10 @@
 import pytest
 from flights import in_flight
 
-from kvarve.core.effects import Copy
-from kvarve.core.lease import Phase
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, prompt
+from kvarve.core.copies.effects import Copy
+from kvarve.core.requests.lease import Phase
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from kvarve.core.effects import Probe
-from kvarve.core.lease import Lease, Phase
+from kvarve.core.copies.effects import Probe
 from kvarve.core.policies import BEST_EFFORT, Patience
-from kvarve.core.prefetch import ASK_AGAIN_S, ASK_ALL_S, SOON_S
-from kvarve.keys import pack
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
+from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.requests.prefetch import ASK_AGAIN_S, ASK_ALL_S, SOON_S
+from kvarve.pages.keys import pack
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 PATIENT = Patience(10)
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.boundaries import members, ones
-from kvarve.core.copies import FETCH, Op, Part, batches
-from kvarve.core.effects import Ended
+from kvarve.core.copies.effects import Ended
+from kvarve.core.copies.in_flight import FETCH, Op, Part, batches
+from kvarve.pages.boundaries import members, ones
 
 POSITIONS = st.lists(st.integers(0, 2**14 - 1), min_size=1, max_size=3)
 

@@ -7,13 +7,13 @@ import pytest
 from flights import fetching
 
 from kvarve.core.cache import Core
-from kvarve.core.lease import Phase
+from kvarve.core.core_config import CoreConfig
 from kvarve.core.policies import WAIT_COMPLETE
-from kvarve.core.settings import CoreConfig
+from kvarve.core.requests.lease import Phase
 from kvarve.errors import ConfigError
-from kvarve.keys import TOKEN_BYTES, extend, pack
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, dump, prompt
+from kvarve.pages.keys import TOKEN_BYTES, extend, pack
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, dump, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 

@@ -5,12 +5,12 @@ from itertools import count
 
 import pytest
 
-from kvarve.core.lease import Lease, Phase
-from kvarve.core.outside import EngineCore
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, config, fork, prompt
-from kvarve.testing.world.blocks import EngineWorld
-from kvarve.testing.world.life import born, live
+from kvarve.core.requests.engine_blocks import EngineCore
+from kvarve.core.requests.lease import Lease, Phase
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, config, fork, prompt
+from tests.sim.world.engine_blocks_world import EngineWorld
+from tests.sim.world.life import born, live
 
 STEPS = 2000
 
@@ -38,7 +38,7 @@ def claimed(here: EngineWorld, pages: int = 6) -> Lease:
 def test_lives_over_an_engines_blocks_break_no_law() -> None:
     steps, seen = 0, Counter[str]()
     for seed in count(704):
-        print(f"python -m kvarve.testing.world --blocks --seeds {seed}:{seed + 1}")
+        print(f"python -m tests.sim.world --blocks --seeds {seed}:{seed + 1}")
         life = live(*born(seed, "blocks"))
         steps, seen = steps + life.steps, seen + life.seen + life.happened()
         if steps >= STEPS:

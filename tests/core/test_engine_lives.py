@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvarve.engine import admission
 from kvarve.errors import ConfigError
-from kvarve.testing.world import Life, Trouble, attempt, born, live
-from kvarve.testing.world.shop import Shop
+from kvarve.reference.engine import admission
+from tests.sim.world import Life, Trouble, attempt, born, live
+from tests.sim.world.engines import Shop
 
 DEAR = (
     "passed-once-it-asks-storage",
@@ -28,7 +28,7 @@ LIVES = [
 def test_no_request_waits_in_vain_and_each_has_one_last_output(seeds: range) -> None:
     seen = Counter[str]()
     for seed in seeds:
-        print(f"python -m kvarve.testing.world --engine --seeds {seed}:{seed + 1}")
+        print(f"python -m tests.sim.world --engine --seeds {seed}:{seed + 1}")
         seen += live(*born(seed, "engine")).seen
     for kind in ("answered", *(("ran beside others", "left while waiting") if len(seeds) == 10 else ())):
         assert seen[kind], kind

@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvarve.core.eviction import ORDERS
-from kvarve.core.eviction.order import OrderContext
-from kvarve.core.eviction.s3fifo import S3Fifo
-from kvarve.core.tree import Run
-from kvarve.keys import TOKEN_BYTES
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
+from kvarve.core.slots.orders import ORDERS
+from kvarve.core.slots.orders.order import OrderContext
+from kvarve.core.slots.orders.s3fifo import S3Fifo
+from kvarve.core.tree.tree import Run
+from kvarve.pages.keys import TOKEN_BYTES
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 
 def survivors(world: World, seeds: int, pages: int = 2) -> list[int]:

@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 
-from kvarve.config import cut_memory, split
-from kvarve.core.extents import Cut, Extents, cut
-from kvarve.model import BufferSpec, PoolSpec, Tier
-from kvarve.testing.world import World, config, prompt
-from kvarve.testing.world.scenes import ATTENTION, PAGE_TOKENS, STATE
+from kvarve.cache.config import cut_memory, split
+from kvarve.core.slots.extents import Cut, Extents, cut
+from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
+from tests.sim.world import World, config, prompt
+from tests.sim.world.scenes import ATTENTION, PAGE_TOKENS, STATE
 
 DEVICE = Tier.DEVICE
 

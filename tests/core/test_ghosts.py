@@ -3,11 +3,11 @@
 import random
 from collections.abc import Sequence
 
-from kvarve.core.ghosts import Left
-from kvarve.keys import pack, root_key
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
-from kvarve.testing.world.looks import runs
+from kvarve.core.observe.ghosts import Left
+from kvarve.pages.keys import pack, root_key
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
+from tests.sim.world.views import runs
 
 DEVICE, HOST, STORAGE = Tier
 

@@ -5,9 +5,9 @@ from itertools import count
 
 import pytest
 
-from kvarve.core.governor import SAMPLE, SAMPLED_PAGES, Governor
-from kvarve.core.tree import Root, Run
-from kvarve.keys import TOKEN_BYTES, pack
+from kvarve.core.copies.governor import SAMPLE, SAMPLED_PAGES, Governor
+from kvarve.core.tree.tree import Root, Run
+from kvarve.pages.keys import TOKEN_BYTES, pack
 
 HORIZON = 160
 

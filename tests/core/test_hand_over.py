@@ -1,10 +1,10 @@
 """A prompt that is handed over goes to storage whatever the policies say, and again if the storage has evicted it."""
 
-from kvarve.core.effects import Copy
-from kvarve.core.lease import Lease
-from kvarve.keys import KEY_BYTES
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, World, config, prompt
+from kvarve.core.copies.effects import Copy
+from kvarve.core.requests.lease import Lease
+from kvarve.pages.keys import KEY_BYTES
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, World, config, prompt
 
 
 def handed_over(world: World, seed: int = 0) -> tuple[Lease, int]:

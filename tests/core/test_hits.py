@@ -3,9 +3,9 @@
 import pytest
 from flights import copies, in_flight
 
-from kvarve.keys import pack, root_key
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, dump, fork, prompt
+from kvarve.pages.keys import pack, root_key
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, dump, fork, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 

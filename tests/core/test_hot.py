@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvarve.core.hot import MOST, Hot
-from kvarve.core.tree import Root, Run
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES, names, pack, root_key
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
+from kvarve.core.observe.hot import MOST, Hot
+from kvarve.core.tree.tree import Root, Run
+from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, names, pack, root_key
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
 
 DEVICE, HOST, STORAGE = Tier
 ROOT = root_key(b"world")

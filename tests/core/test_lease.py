@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvarve.core.lease import MOVES, WAITS_FOR, Cause, Phase
-from kvarve.testing.world import ATTENTION, World, config, prompt
+from kvarve.core.requests.lease import MOVES, WAITS_FOR, Cause, Phase
+from tests.sim.world import ATTENTION, World, config, prompt
 
 
 def test_a_lease_makes_no_move_that_is_not_in_the_table() -> None:

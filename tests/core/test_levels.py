@@ -2,12 +2,12 @@
 
 from flights import fetching
 
-from kvarve.core.copies import BACKUP, FETCH, LOAD, STORE, Edge
-from kvarve.core.levels import pinned
+from kvarve.core.copies.in_flight import BACKUP, FETCH, LOAD, STORE, Edge
+from kvarve.core.observe.levels import pinned
 from kvarve.core.policies import WAIT_COMPLETE
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, STATE, WINDOW, World, config, fork, prompt
-from kvarve.testing.world.blocks import EngineWorld
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, STATE, WINDOW, World, config, fork, prompt
+from tests.sim.world.engine_blocks_world import EngineWorld
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvarve.testing.world import Life, play
+from tests.sim.world import Life, play
 
 DEAR = "a-fetch-that-ends-beside-a-failed-store"
 LIVES = [

@@ -1,12 +1,12 @@
 """A request that waits for its turn finds what has come to storage meanwhile."""
 
-from kvarve.core.effects import Probe
-from kvarve.core.lease import Lease, Phase
-from kvarve.core.prefetch import LOOK_AGAIN_S, LOOK_AHEAD
-from kvarve.core.reasons import Reason
-from kvarve.keys import pack
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
+from kvarve.core.copies.effects import Probe
+from kvarve.core.observe.reasons import Reason
+from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.requests.prefetch import LOOK_AGAIN_S, LOOK_AHEAD
+from kvarve.pages.keys import pack
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, STATE, World, config, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 

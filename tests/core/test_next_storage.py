@@ -1,12 +1,12 @@
 """Copies that hang on a detached storage take nothing from the next one."""
 
-from kvarve.core.copies import STORE
-from kvarve.core.lease import Phase
-from kvarve.core.settings import CoreConfig
-from kvarve.keys import pack
-from kvarve.model import Tier
-from kvarve.testing.world import World
-from kvarve.testing.world.scenes import ATTENTION, STATE, config, prompt
+from kvarve.core.copies.in_flight import STORE
+from kvarve.core.core_config import CoreConfig
+from kvarve.core.requests.lease import Phase
+from kvarve.pages.keys import pack
+from kvarve.pages.pools import Tier
+from tests.sim.world import World
+from tests.sim.world.scenes import ATTENTION, STATE, config, prompt
 
 
 def hanging(settings: CoreConfig, *seeds: int) -> World:

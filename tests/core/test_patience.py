@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvarve.core.effects import Began
-from kvarve.core.lease import Lease, Phase
+from kvarve.core.copies.effects import Began
 from kvarve.core.policies import Patience
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
+from kvarve.core.requests.lease import Lease, Phase
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 
 def stocked(prompts: int, pages: int = 6, **settings: object) -> World:

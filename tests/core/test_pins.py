@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.boundaries import members, of
-from kvarve.core.pins import Pins
+from kvarve.core.tree.pins import Pins
+from kvarve.pages.boundaries import members, of
 
 POSITIONS = 24
 SETS = st.integers(0, 2**POSITIONS - 1)

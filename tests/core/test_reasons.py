@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvarve.core.lease import Lease
-from kvarve.keys import pack
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, PATIENCES, STATE, World, config, fork, prompt
+from kvarve.core.requests.lease import Lease
+from kvarve.pages.keys import pack
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, PAGE_TOKENS, PATIENCES, STATE, World, config, fork, prompt
 
 DEVICE, HOST, STORAGE = Tier
 HOLDS = config(ATTENTION, device=16, host=32, storage=True)  # all that a test asks

@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvarve.boundaries import members, of, spans
 from kvarve.core.cache import Core
-from kvarve.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, extend, heads, pack
-from kvarve.model import Tier
-from kvarve.testing.world import Life, World, born, live
-from kvarve.testing.world.life import act, finish
-from kvarve.testing.world.shop import Shop
+from kvarve.pages.boundaries import members, of, spans
+from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, extend, heads, pack
+from kvarve.pages.pools import Tier
+from tests.sim.world import Life, World, born, live
+from tests.sim.world.engines import Shop
+from tests.sim.world.life import act, finish
 
 Pages = dict[tuple[Tier, int], set[bytes]]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvarve.core.effects import Probe, Transfer
-from kvarve.keys import root_key
-from kvarve.testing.world import Life, World
-from kvarve.testing.world.life import Action, Director, act
-from kvarve.testing.world.scenes import draw
+from kvarve.core.copies.effects import Probe, Transfer
+from kvarve.pages.keys import root_key
+from tests.sim.world import Life, World
+from tests.sim.world.life import Action, Director, act
+from tests.sim.world.scenes import draw
 
 ASKS = "b"  # the salt of the tenant who wants to know
 OTHER_DIGITS = str.maketrans("01", "23")

@@ -5,12 +5,12 @@ from collections import deque
 import pytest
 
 from kvarve.core.cache import Core
-from kvarve.core.lease import Lease
-from kvarve.core.salt_shares import SaltShares
-from kvarve.core.settings import CoreConfig
-from kvarve.keys import pack, root_key
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, STATE, WINDOW, World, config, prompt
+from kvarve.core.core_config import CoreConfig
+from kvarve.core.requests.lease import Lease
+from kvarve.core.slots.shares import SaltShares
+from kvarve.pages.keys import pack, root_key
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, STATE, WINDOW, World, config, prompt
 
 
 def shares(world: World) -> SaltShares:

@@ -1,10 +1,10 @@
 """Several requests for the same pages of storage: each page is fetched once, and awaited by all."""
 
-from kvarve.core.effects import Began, Copy
-from kvarve.core.lease import Lease, Phase
+from kvarve.core.copies.effects import Began, Copy
 from kvarve.core.policies import WAIT_COMPLETE, Patience
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
+from kvarve.core.requests.lease import Lease, Phase
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, STATE, World, config, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 PATIENCE_S = 3.0

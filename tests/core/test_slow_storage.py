@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from kvarve.core.backups import MAX_BACK_OFF_S, QUARANTINE_S, RETRY_BUDGET
-from kvarve.core.copies import STORE
-from kvarve.core.effects import Refusal
+from kvarve.core.copies.backups import MAX_BACK_OFF_S, QUARANTINE_S, RETRY_BUDGET
+from kvarve.core.copies.effects import Refusal
+from kvarve.core.copies.in_flight import STORE
 from kvarve.core.policies import WritePolicy
-from kvarve.keys import pack
-from kvarve.model import Tier
-from kvarve.testing.world import World
-from kvarve.testing.world.dirty import WHY
-from kvarve.testing.world.scenes import ATTENTION, STATE, config, prompt
+from kvarve.pages.keys import pack
+from kvarve.pages.pools import Tier
+from tests.sim.world import World
+from tests.sim.world.dirty import WHY
+from tests.sim.world.scenes import ATTENTION, STATE, config, prompt
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.boundaries import members, of
-from kvarve.core.outside import core_for
-from kvarve.core.snapshots import Snapshots
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
+from kvarve.core.requests.engine_blocks import core_for
+from kvarve.core.requests.snapshots import Snapshots
+from kvarve.pages.boundaries import members, of
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
 
 PAGE = 64
 

@@ -2,10 +2,10 @@
 
 from array import array
 
-from kvarve.core.lease import Phase
-from kvarve.keys import root_key
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, INDEX, STATE, World, config, fork, prompt
+from kvarve.core.requests.lease import Phase
+from kvarve.pages.keys import root_key
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, INDEX, STATE, World, config, fork, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvarve.core.tree import NOWHERE, Root, Run, covering, same_pages, upward, walk
-from kvarve.keys import KEY_BYTES, extend, pack, root_key
+from kvarve.core.tree.tree import NOWHERE, Root, Run, covering, same_pages, upward, walk
+from kvarve.pages.keys import KEY_BYTES, extend, pack, root_key
 
 PAGE_TOKENS = 2
 WIDTH = PAGE_TOKENS * 4

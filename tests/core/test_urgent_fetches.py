@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvarve.core.effects import Copy, Probe
+from kvarve.core.copies.effects import Copy, Probe
 from kvarve.core.policies import Patience
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, World, config, prompt
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, World, config, prompt
 
 PATIENT = Patience(base_s=100.0)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvarve.core.effects import Copy, Ended, Verified
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, STATE, World, config, prompt
+from kvarve.core.copies.effects import Copy, Ended, Verified
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, STATE, World, config, prompt
 
 
 def host_only(world: World, pages: int = 4) -> None:

@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from kvarve.boundaries import members
-from kvarve.core.backups import Backups
 from kvarve.core.cache import Core
-from kvarve.core.lease import Lease, Phase
+from kvarve.core.copies.backups import Backups
+from kvarve.core.core_config import CoreConfig, Counters
+from kvarve.core.observe.reasons import Reason
 from kvarve.core.policies import Policies
-from kvarve.core.reasons import Reason
-from kvarve.core.settings import CoreConfig, Counters
-from kvarve.core.slot_pools import SlotPools
-from kvarve.core.tree import Run
-from kvarve.testing.world import Life, Trouble, attempt, born, live, shrink
-from kvarve.testing.world.__main__ import main
-from kvarve.testing.world.life import ACTIONS
-from kvarve.testing.world.scenes import configure, draw
+from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.slots.slot_pools import SlotPools
+from kvarve.core.tree.tree import Run
+from kvarve.pages.boundaries import members
+from tests.sim.world import Life, Trouble, attempt, born, live, shrink
+from tests.sim.world.__main__ import main
+from tests.sim.world.life import ACTIONS
+from tests.sim.world.scenes import configure, draw
 
 CHUNKS, CHUNK_STEPS = 20, 8000
 
@@ -37,7 +37,7 @@ def chunk(number: int) -> Counter[str]:
     """What happened in lives of consecutive seeds, until CHUNK_STEPS steps have been made."""
     steps, seen = 0, Counter[str]()
     for seed in count(1000 * number + 100):
-        print(f"python -m kvarve.testing.world --seeds {seed}:{seed + 1}")
+        print(f"python -m tests.sim.world --seeds {seed}:{seed + 1}")
         world = live(*born(seed))
         steps, seen = steps + world.steps, seen + world.seen + world.happened()
         if steps >= CHUNK_STEPS:
@@ -121,7 +121,7 @@ def test_the_same_seed_is_the_same_life() -> None:
 def test_ranks_in_processes_of_their_own_do_not_drift_apart() -> None:
     """Nothing that differs between processes, such as the order of a set of names, decides anything."""
     code = (
-        "from kvarve.testing.world import born, dump, live; import hashlib\n"
+        "from tests.sim.world import born, dump, live; import hashlib\n"
         "for seed in range(5):\n"
         "    world = live(*born(seed))\n"
         "    print(hashlib.sha256(repr((world.log, dump(world.core))).encode()).hexdigest())"
@@ -219,7 +219,7 @@ def test_a_planted_bug_is_found_played_again_and_shrunk(
 
 @pytest.mark.long
 def test_a_hunt_in_several_processes_tells_what_it_saw() -> None:
-    command = [sys.executable, "-m", "kvarve.testing.world", "--seed", "3", "--steps", "2000", "--jobs", "2"]
+    command = [sys.executable, "-m", "tests.sim.world", "--seed", "3", "--steps", "2000", "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "steps/s" in done.stdout and "hit pages from device" in done.stdout and "broke" not in done.stdout
 
@@ -271,5 +271,5 @@ def test_an_action_that_means_nothing_does_nothing() -> None:
 
 @pytest.mark.long
 def test_the_world_needs_neither_torch_nor_pytest() -> None:
-    code = "import kvarve.testing.world.hunt, sys; sys.exit(not {'torch', 'pytest'}.isdisjoint(sys.modules))"
+    code = "import tests.sim.world.hunt, sys; sys.exit(not {'torch', 'pytest'}.isdisjoint(sys.modules))"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,12 +3,12 @@
 import pytest
 from flights import copies, fetching
 
-from kvarve.core.backups import RETRY_BUDGET
-from kvarve.core.effects import Probe
-from kvarve.core.governor import SAMPLE
+from kvarve.core.copies.backups import RETRY_BUDGET
+from kvarve.core.copies.effects import Probe
+from kvarve.core.copies.governor import SAMPLE
 from kvarve.core.policies import WAIT_COMPLETE, WritePolicy
-from kvarve.model import Tier
-from kvarve.testing.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
+from kvarve.pages.pools import Tier
+from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from recorder import Recorder
 
 from engines import OF_EACH_KIND, a_model, a_prompt, a_request, by_hand, engines
-from kvarve.engine.engine import Engine
+from kvarve.reference.engine.engine import Engine
 
 
 @pytest.fixture(scope="session")

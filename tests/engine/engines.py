@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvarve.config import CacheConfig, cut_memory, split
+from kvarve.cache.config import CacheConfig, cut_memory, split
+from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.policies import Policies
-from kvarve.engine.engine import Engine
-from kvarve.engine.model import LoadedModel
-from kvarve.engine.requests import OutputChunk, Request, Sampling
-from kvarve.engine.state import StateLayout
 from kvarve.errors import ConfigError
-from kvarve.model import ModelIdentity
-from kvarve.prefix_cache import PrefixCache
-from kvarve.testing.models import FAMILIES, byte_tokenizer, tiny_grid, tiny_model
+from kvarve.pages.pools import ModelIdentity
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.model import LoadedModel
+from kvarve.reference.engine.requests import OutputChunk, Request, Sampling
+from kvarve.reference.engine.workspace import StateLayout
+from tests.sim.models import FAMILIES, byte_tokenizer, tiny_grid, tiny_model
 
 # One of each kind of state in every run of the tests, and all of them in the long form.
 OF_EACH_KIND = ("qwen3_5", "gpt_oss_wide", "deepseek_v32", "deepseek_v4", "jamba", "minimax")

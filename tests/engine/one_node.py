@@ -5,7 +5,7 @@ import sys
 
 from one_of_ranks import compare
 
-from kvarve.engine.ranks import started
+from kvarve.reference.engine.rank_processes import started
 
 if __name__ == "__main__":
     node, address, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from kvarve.config import CacheConfig
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.policies import Policies
-from kvarve.engine.model import LoadedModel, load_model
-from kvarve.engine.ranks import Place, Ranks, device_of
-from kvarve.model import MEMORY_TIERS
-from kvarve.prefix_cache import PrefixCache
+from kvarve.pages.pools import MEMORY_TIERS
 from kvarve.ranks.star import Listener
-from kvarve.testing.models import tiny_grid
-from kvarve.verify.requests import ProofRequest, Uncached, differences, largest
+from kvarve.reference.engine.model import LoadedModel, load_model
+from kvarve.reference.engine.rank_processes import Place, Ranks, device_of
+from kvarve.reference.verify.proof_requests import ProofRequest, Uncached, differences, largest
+from tests.sim.models import tiny_grid
 
 PROMPT, DECODE = 150, 4  # tokens
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from kvarve.engine.ranks import Ranks, started
+from kvarve.reference.engine.rank_processes import Ranks, started
 
 DEADLINE_S = 5.0
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from engines import Make, a_model, a_prompt, a_request, turns
-from kvarve.engine import turns as turns_module
-from kvarve.engine.requests import OutputChunk, Request
-from kvarve.engine.state import Workspace
+from kvarve.reference.engine import turns as turns_module
+from kvarve.reference.engine.requests import OutputChunk, Request
+from kvarve.reference.engine.workspace import Workspace
 
 
 class Recorder:

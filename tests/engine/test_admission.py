@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines import CHUNK, MIB, PAGE, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, room_for, turns
-from kvarve.engine.admission import OVERTAKEN, Running, Waiting, begins, turns_until, youngest
-from kvarve.engine.engine import Engine
-from kvarve.engine.requests import Finish
 from kvarve.errors import ConfigError
-from kvarve.testing.law import waits_in_vain
-from kvarve.testing.models import STATES_ALONE
+from kvarve.reference.engine.admission import OVERTAKEN, Running, Waiting, begins, turns_until, youngest
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.requests import Finish
+from tests.sim.law import waits_in_vain
+from tests.sim.models import STATES_ALONE
 
 
 def waiting(need: int, turns: int = 10, **more: Any) -> Waiting:

@@ -5,7 +5,7 @@ import torch
 from recorder import Recorder, pieces_of, say, scripted
 
 from engines import PAGE, Make, a_model, a_prompt, a_request, by_hand, room_for, turns
-from kvarve.engine.requests import Finish, Request, TokenUsage
+from kvarve.reference.engine.requests import Finish, Request, TokenUsage
 
 # --- the text of an answer
 

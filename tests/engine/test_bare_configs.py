@@ -12,12 +12,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from kvarve.config import CacheConfig
-from kvarve.engine.families import Facts, describe_model
-from kvarve.engine.model import load_model
+from kvarve.cache.config import CacheConfig
+from kvarve.connectors.transformers import PrefixCachedModel
 from kvarve.errors import KvarveError, ModelError
-from kvarve.integrations.transformers import PrefixCachedModel
-from kvarve.testing.models import COMMON, save_checkpoint
+from kvarve.reference.engine.families import Facts, describe_model
+from kvarve.reference.engine.model import load_model
+from tests.sim.models import COMMON, save_checkpoint
 
 TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 # What Python says of a config that lacks a value, and what is said of a folder that lacks weights.

@@ -21,16 +21,16 @@ from engines import (
     room_for,
     turns,
 )
-from kvarve.engine import batch as batch_module
-from kvarve.engine import turns as turns_module
-from kvarve.engine.batch import batches
-from kvarve.engine.paging import PagedTape, PagedWorkspace
-from kvarve.engine.requests import Finish
-from kvarve.engine.shards import divide
-from kvarve.engine.state import StateLayout
-from kvarve.engine.tails import tails
-from kvarve.testing.models import STATES_ALONE, tiny_grid, tiny_model
-from kvarve.verify.requests import Uncached
+from kvarve.reference.engine import batch as batch_module
+from kvarve.reference.engine import turns as turns_module
+from kvarve.reference.engine.batch import batches
+from kvarve.reference.engine.paging import PagedTape, PagedWorkspace
+from kvarve.reference.engine.requests import Finish
+from kvarve.reference.engine.shards import divide
+from kvarve.reference.engine.tails import tails
+from kvarve.reference.engine.workspace import StateLayout
+from kvarve.reference.verify.proof_requests import Uncached
+from tests.sim.models import STATES_ALONE, tiny_grid, tiny_model
 
 # Positions beside the keys of its indexer.
 ONE_BY_ONE = {"qwen4_exp", "minimax_m3", "mamba", "falcon_mamba", "glm5_next"}

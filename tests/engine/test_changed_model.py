@@ -6,11 +6,11 @@ from dataclasses import replace
 from adapters import adapt, adapted
 
 from engines import CHUNK, GRID_FLOOR, a_model, a_prompt, a_request, by_hand
-from kvarve.engine.engine import Engine
-from kvarve.engine.identity import Marks, identity_of
-from kvarve.engine.model import LoadedModel
-from kvarve.engine.requests import Finish, OutputChunk
-from kvarve.testing.models import tiny_model
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.identity import Marks, identity_of
+from kvarve.reference.engine.model import LoadedModel
+from kvarve.reference.engine.requests import Finish, OutputChunk
+from tests.sim.models import tiny_model
 
 
 def a_model_with_adapters() -> LoadedModel:

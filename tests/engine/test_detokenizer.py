@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kvarve.engine.model import Detokenizer
-from kvarve.testing.models import byte_tokenizer
+from kvarve.reference.engine.model import Detokenizer
+from tests.sim.models import byte_tokenizer
 
 # A text's first token loses its leading space, added tokens hold spaces, and special tokens are no text.
 ADDED = [AddedToken("<tool>", normalized=False), AddedToken(" spaced ", normalized=False)]

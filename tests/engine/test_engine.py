@@ -27,10 +27,10 @@ from engines import (
     room_for,
     turns,
 )
-from kvarve.engine.engine import Engine
-from kvarve.engine.requests import Finish, TokenUsage
-from kvarve.engine.scheduler import OVERTAKEN
-from kvarve.model import Tier
+from kvarve.pages.pools import Tier
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.request_scheduler import OVERTAKEN
+from kvarve.reference.engine.requests import Finish, TokenUsage
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage
 

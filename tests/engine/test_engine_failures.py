@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engines import DECODED, GRID_FLOOR, LONG_S, PROMPT, Make, a_prompt, a_request, alone, by_hand, turns
-from kvarve.engine.requests import Finish, OutputChunk, Request
 from kvarve.errors import Busy, ConfigError
+from kvarve.reference.engine.requests import Finish, OutputChunk, Request
 
 
 def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> None:

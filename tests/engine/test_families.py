@@ -13,18 +13,18 @@ from transformers.cache_utils import Cache
 
 from engines import MIB, every_dtype, every_family
 from engines import a_model as a_loaded_model
-from kvarve.config import CacheConfig
-from kvarve.core.lease import Lease
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.policies import Policies
-from kvarve.engine.model import forward
-from kvarve.engine.prefill import keep, resumed
-from kvarve.engine.state import StateLayout, Workspace
-from kvarve.engine.stepwise import make_resumable
+from kvarve.core.requests.lease import Lease
 from kvarve.errors import ConfigError, ModelError
-from kvarve.model import ModelIdentity, Tier
-from kvarve.prefix_cache import PrefixCache
+from kvarve.pages.pools import ModelIdentity, Tier
+from kvarve.reference.engine.model import forward
+from kvarve.reference.engine.prefill import keep, resumed
+from kvarve.reference.engine.stepwise import make_resumable
+from kvarve.reference.engine.workspace import StateLayout, Workspace
 from kvarve.storage import MemoryStorage
-from kvarve.testing.models import FAMILIES, STATES_ALONE, VOCAB, tiny_config, tiny_model
+from tests.sim.models import FAMILIES, STATES_ALONE, VOCAB, tiny_config, tiny_model
 
 PAGE, CHUNK = 16, 64
 CHUNKS, TAIL = 2, 23

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvarve.engine import families
-from kvarve.engine.families import FAMILIES, Facts, Family, describe, survey
-from kvarve.engine.layers import LAYERS, page_multiple, plan_layers
-from kvarve.engine.model import forward, load_model
-from kvarve.engine.state import StateLayout, Workspace
-from kvarve.testing.models import FAMILIES as PROVEN
-from kvarve.testing.models import VOCAB, save_checkpoint, tiny_config, tiny_model
+from kvarve.reference.engine import families
+from kvarve.reference.engine.families import FAMILIES, Facts, Family, describe, survey
+from kvarve.reference.engine.layers import LAYERS, page_multiple, plan_layers
+from kvarve.reference.engine.model import forward, load_model
+from kvarve.reference.engine.workspace import StateLayout, Workspace
+from tests.sim.models import FAMILIES as PROVEN
+from tests.sim.models import VOCAB, save_checkpoint, tiny_config, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 OTHERS = [family for family in PROVEN if family != "qwen3"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engines import LONG_S
-from kvarve.engine.flushes import Flushes
 from kvarve.errors import Busy
-from kvarve.model import MEMORY_TIERS, Tier
+from kvarve.pages.pools import MEMORY_TIERS, Tier
+from kvarve.reference.engine.flushes import Flushes
 
 HOURS_S = 9000.0
 

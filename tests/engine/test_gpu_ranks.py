@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpu_nodes
-from kvarve.testing.models import save_checkpoint, tiny_model
+from tests.sim.models import save_checkpoint, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 FAMILIES = ("qwen3_5", "gpt_oss", "deepseek_v32")

@@ -7,7 +7,7 @@ import pytest
 
 from engines import DECODED, GRID_FLOOR, LONG_S, PROMPT, Make, a_prompt, a_request, alone, by_hand
 from kvarve.errors import ConfigError
-from kvarve.ticket import Ticket
+from kvarve.pages.ticket import Ticket
 
 
 def test_a_decode_engine_answers_as_one_engine_would_and_computes_only_the_end_of_the_prompt(

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from one_of_ranks import read_of_others
 
-from kvarve.engine.ranks import started
-from kvarve.engine.shards import head_groups
-from kvarve.engine.state import StateLayout
-from kvarve.model import HeadGroups
-from kvarve.testing.models import save_checkpoint, tiny_grid, tiny_model
+from kvarve.pages.pools import HeadGroups
+from kvarve.reference.engine.rank_processes import started
+from kvarve.reference.engine.shards import head_groups
+from kvarve.reference.engine.workspace import StateLayout
+from tests.sim.models import save_checkpoint, tiny_grid, tiny_model
 
 # Four heads, of which two ranks hold two each, and states; latents that all ranks hold.
 FAMILIES = {"qwen3_5": {"num_key_value_heads": 4, "linear_num_key_heads": 4}, "deepseek_v32": {}}

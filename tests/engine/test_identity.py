@@ -12,12 +12,12 @@ import torch
 from adapters import SavedModule, adapt, adapted
 
 import forks
-from kvarve.engine import identity
-from kvarve.engine.identity import Marks, config_digest, identity_of, numerics, without_threads
-from kvarve.engine.state import StateLayout
 from kvarve.errors import ModelError
-from kvarve.model import ModelIdentity
-from kvarve.testing.models import tiny_model
+from kvarve.pages.pools import ModelIdentity
+from kvarve.reference.engine import identity
+from kvarve.reference.engine.identity import Marks, config_digest, identity_of, numerics, without_threads
+from kvarve.reference.engine.workspace import StateLayout
+from tests.sim.models import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -146,8 +146,9 @@ def test_weights_are_told_apart_by_name_shape_and_type_as_well() -> None:
 def test_another_process_makes_the_same_identity() -> None:
     script = (
         "import torch; torch.set_num_threads({threads})\n"
-        "from kvarve.engine.identity import identity_of; from kvarve.engine.state import StateLayout\n"
-        "from kvarve.testing.models import tiny_model\n"
+        "from kvarve.reference.engine.identity import identity_of\n"
+        "from kvarve.reference.engine.workspace import StateLayout\n"
+        "from tests.sim.models import tiny_model\n"
         "model = tiny_model('qwen3')\n"
         "print(identity_of(model, StateLayout.of(model, 16, 64)).fingerprint().hex())"
     )

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from engines import CHUNK, LONG_S, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
-from kvarve.engine import turns as turns_module
-from kvarve.engine.batch import Batch
-from kvarve.engine.engine import Engine
-from kvarve.engine.inputs import Stop
-from kvarve.engine.model import Detokenizer
-from kvarve.engine.paging import PagedWorkspace
-from kvarve.engine.requests import Finish, Request
-from kvarve.engine.tails import Tails
-from kvarve.engine.turns import Call
 from kvarve.errors import Busy, ConfigError
+from kvarve.reference.engine import turns as turns_module
+from kvarve.reference.engine.batch import Batch
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.inputs import Stop
+from kvarve.reference.engine.model import Detokenizer
+from kvarve.reference.engine.paging import PagedWorkspace
+from kvarve.reference.engine.requests import Finish, Request
+from kvarve.reference.engine.tails import Tails
+from kvarve.reference.engine.turns import Call
 from kvarve.storage import MemoryStorage
 
 ASKED = [(8, 2, 16), (7, 4, 12), (2 * CHUNK + 23, 1, 9), (2 * CHUNK - 4, 3, 9), (CHUNK, 5, 9)]

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from engines import CHUNK, GRID_FLOOR, LONG_S, Make, a_model, a_prompt, a_request, by_hand, every_family, turns
-from kvarve.core.reasons import Reason
-from kvarve.engine.engine import Engine
-from kvarve.engine.requests import Finish, Request
+from kvarve.core.observe.reasons import Reason
 from kvarve.errors import Broken
-from kvarve.memory.copies import DeviceCopies, Slots
-from kvarve.model import Tier
+from kvarve.memory.page_copies import DeviceCopies, Slots
+from kvarve.pages.pools import Tier
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.requests import Finish, Request
 from kvarve.transfer.arrivals import Arrival
 
 

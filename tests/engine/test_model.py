@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvarve.engine.model import check_model, forward, load_model
-from kvarve.engine.state import Workspace
 from kvarve.errors import ConfigError, ModelError
-from kvarve.testing.models import VOCAB, byte_tokenizer, save_checkpoint, tiny_model
+from kvarve.reference.engine.model import check_model, forward, load_model
+from kvarve.reference.engine.workspace import Workspace
+from tests.sim.models import VOCAB, byte_tokenizer, save_checkpoint, tiny_model
 
 PAGE, CHUNK = 16, 64
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvarve.engine.families import describe_model
-from kvarve.engine.model import check_model, load_model
-from kvarve.engine.packed import LAYOUTS, NVFP4, Parts, Settings, packed_modules
-from kvarve.engine.quantized import unreadable
 from kvarve.errors import KvarveError, ModelError
-from kvarve.testing.quantized import FORMATS, save_quantized
+from kvarve.reference.engine.families import describe_model
+from kvarve.reference.engine.model import check_model, load_model
+from kvarve.reference.engine.packed import LAYOUTS, NVFP4, Parts, Settings, packed_modules
+from kvarve.reference.engine.quantized import unreadable
+from tests.sim.quantized_models import FORMATS, save_quantized
 
 Weights = dict[str, Tensor]
 GPTQ = {"bits": 4, "group_size": 4, "sym": False}

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvarve.cli import main
-from kvarve.engine import quantized
-from kvarve.engine.families import describe_model
-from kvarve.engine.model import load_model
+from kvarve.cli.main import main
 from kvarve.errors import ModelError
-from kvarve.testing.models import tiny_model
-from kvarve.testing.quantized import FORMATS, save_quantized
+from kvarve.reference.engine import quantized
+from kvarve.reference.engine.families import describe_model
+from kvarve.reference.engine.model import load_model
+from tests.sim.models import tiny_model
+from tests.sim.quantized_models import FORMATS, save_quantized
 
 SMALL = ("nvfp4", "modelopt")  # blocks, which take long to make
 every_format = pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from one_of_ranks import compare
 
 import forks
 import gpu_nodes
-from kvarve.engine.ranks import started
-from kvarve.testing.models import save_checkpoint, tiny_model
+from kvarve.reference.engine.rank_processes import started
+from tests.sim.models import save_checkpoint, tiny_model
 
 REPLICATED = {"qwen3_5": False, "gpt_oss": False, "deepseek_v32": True}  # attention KV, by family
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvarve.engine.families import describe_model, lines
-from kvarve.engine.model import check_model, load_model
 from kvarve.errors import KvarveError, ModelError
-from kvarve.testing.models import save_checkpoint, tiny_model
+from kvarve.reference.engine.families import describe_model, lines
+from kvarve.reference.engine.model import check_model, load_model
+from tests.sim.models import save_checkpoint, tiny_model
 
 Break = Callable[[Path], None]
 

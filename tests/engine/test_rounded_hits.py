@@ -6,11 +6,11 @@ from functools import cache as cached_model
 import pytest
 
 from engines import Make, a_model, a_prompt, a_request, by_hand, every_family
-from kvarve.engine.engine import Engine
-from kvarve.engine.model import LoadedModel, with_rounded_hits
-from kvarve.engine.requests import Request, Sampling
-from kvarve.engine.state import StateLayout
-from kvarve.testing.models import FAMILIES
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.model import LoadedModel, with_rounded_hits
+from kvarve.reference.engine.requests import Request, Sampling
+from kvarve.reference.engine.workspace import StateLayout
+from tests.sim.models import FAMILIES
 
 OTHERS = [family for family in FAMILIES if family != "qwen3_5"]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvarve.engine.requests import Sampling
-from kvarve.engine.sampling import BLOCK, Draw, _weighed, choose, choose_all, likelihood
 from kvarve.errors import ConfigError
+from kvarve.reference.engine.requests import Sampling
+from kvarve.reference.engine.sampling import BLOCK, Draw, _weighed, choose, choose_all, likelihood
 
 CHANCES = (0.4, 0.05, 0.3, 0.15, 0.1)  # of tokens 0 to 4
 

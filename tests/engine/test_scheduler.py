@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.engine.scheduler import LOOK_AHEAD, OVERTAKEN, WaitingQueue, within
+from kvarve.reference.engine.request_scheduler import LOOK_AHEAD, OVERTAKEN, WaitingQueue, within
 
 
 def a_line(*names: str) -> WaitingQueue[str]:

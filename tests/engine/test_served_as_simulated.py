@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvarve.config import CacheConfig
-from kvarve.engine.engine import Engine
-from kvarve.engine.model import LoadedModel, load_model
-from kvarve.engine.requests import Request, Sampling
-from kvarve.prefix_cache import PrefixCache
-from kvarve.simulate import SimulationConfig, replay
-from kvarve.testing.traces import conversations
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.planner import SimulationConfig, replay
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.model import LoadedModel, load_model
+from kvarve.reference.engine.requests import Request, Sampling
+from tests.sim.conversations import conversations
 
 MODEL, BLOCK = "builtin:tiny-hybrid", 50  # tokens of a block: pages end elsewhere
 POINT = 0.01  # of the hit rate

@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from kvarve import worker
-from kvarve.core.extents import Cut
-from kvarve.engine.engine import Engine
-from kvarve.engine.model import keeping_answers, load_model
-from kvarve.engine.requests import Request, Sampling
+from kvarve.cache import worker
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.core.slots.extents import Cut
 from kvarve.memory.device_memory import driver_of
-from kvarve.prefix_cache import PrefixCache
-from kvarve.server.settings import Settings
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.model import keeping_answers, load_model
+from kvarve.reference.engine.requests import Request, Sampling
+from kvarve.reference.server.serve_settings import Settings
 from pretend_gpu import PretendDriver
 
 PROMPTS, TOKENS = 120, 1030

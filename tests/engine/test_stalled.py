@@ -5,8 +5,8 @@ The real scheduler and the real core in the simulated world, whose clock the tes
 
 import pytest
 
-from kvarve.model import Tier
-from kvarve.testing.world.shop import Order, Shop
+from kvarve.pages.pools import Tier
+from tests.sim.world.engines import Order, Shop
 
 ATTENTION = {"name": "attention", "lookback": None, "in_place": False, "replicated": False}
 DEVICE = 8  # pages, of two tokens

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvarve.engine import ranks as ranks_module
-from kvarve.engine.ranks import Place, check_ranks, host_and_port, started
 from kvarve.errors import ConfigError, ModelError
 from kvarve.ranks.star import GroupEnded, Listener
-from kvarve.server.serve import run
-from kvarve.server.settings import Settings
+from kvarve.reference.engine import rank_processes as ranks_module
+from kvarve.reference.engine.rank_processes import Place, check_ranks, host_and_port, started
+from kvarve.reference.server.serve import run
+from kvarve.reference.server.serve_settings import Settings
 
 
 def signalled(marks: str, place: Place) -> None:
@@ -93,6 +93,6 @@ def handlers() -> Iterator[None]:
 def test_a_model_that_is_not_there_starts_no_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None
 ) -> None:
-    monkeypatch.setattr("kvarve.server.serve.started", None)
+    monkeypatch.setattr("kvarve.reference.server.serve.started", None)
     with pytest.raises(ModelError):
         run(Settings(model=str(tmp_path / "none"), tp=2))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvarve import boundaries
-from kvarve.engine.layers import Tape
-from kvarve.engine.model import forward
-from kvarve.engine.state import StateLayout, Workspace
-from kvarve.testing.models import VOCAB, tiny_model
+from kvarve.pages import boundaries
+from kvarve.reference.engine.layers import Tape
+from kvarve.reference.engine.model import forward
+from kvarve.reference.engine.workspace import StateLayout, Workspace
+from tests.sim.models import VOCAB, tiny_model
 
 PAGE, CHUNK = 16, 64
 PROMPT = 4 * CHUNK + 23

@@ -8,11 +8,11 @@ import pytest
 from numpy.typing import NDArray
 
 from engines import CHUNK, Make, a_prompt, a_request, alone, by_hand, turns
-from kvarve.core.reasons import HITS
-from kvarve.engine.engine import Engine
-from kvarve.engine.requests import Request, Sampling
+from kvarve.core.observe.reasons import HITS
 from kvarve.errors import Busy, ConfigError
-from kvarve.testing.models import VOCAB
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.requests import Request, Sampling
+from tests.sim.models import VOCAB
 
 
 def refused(engine: Engine, told: str, **request: Any) -> None:

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines import CHUNK, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
-from kvarve.engine.batch import Batch, by_length
-from kvarve.engine.engine import Engine
-from kvarve.engine.paging import PagedTape
-from kvarve.engine.requests import Finish
-from kvarve.engine.tails import Tails, tails
+from kvarve.reference.engine.batch import Batch, by_length
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.paging import PagedTape
+from kvarve.reference.engine.requests import Finish
+from kvarve.reference.engine.tails import Tails, tails
 
-# By how their layers treat padding: see the docstring of engine/tails.py.
+# By how their layers treat padding: see the docstring of reference/engine/tails.py.
 ALL_ROWS = {
     *("qwen3", "llama", "gpt_oss", "gpt_oss_wide", "gemma3", "gemma4", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
     *("longcat_flash", "llama4", "mistral3", "internvl", "qwen2_5_vl", "qwen3_vl", "glm4v", "kimi_k25"),
@@ -144,7 +144,7 @@ def test_a_prompt_that_waits_for_slots_lets_others_go_on(make: Make, monkeypatch
     turns(engine, lambda: len(engine.scheduler.running) == 2)
     short = engine._jobs[slow.number].lease
     monkeypatch.setattr(engine.cache, "short", lambda lease, upto: lease is short and quick.number in engine._accepted)
-    monkeypatch.setattr("kvarve.engine.turns.GROW_WAIT_S", 1e9)
+    monkeypatch.setattr("kvarve.reference.engine.turns.GROW_WAIT_S", 1e9)
     monkeypatch.setattr(engine.cache, "wait", lambda timeout_s: pytest.fail("the engine sleeps"))
     at = engine._jobs[slow.number].computed
     while quick.number in engine._accepted:

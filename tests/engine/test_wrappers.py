@@ -9,10 +9,10 @@ import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from kvarve.engine.families import describe_model
-from kvarve.engine.model import LoadedModel, load_model
 from kvarve.errors import ModelError
-from kvarve.testing.models import VOCAB, byte_tokenizer, save_checkpoint, tiny_config, tiny_model
+from kvarve.reference.engine.families import describe_model
+from kvarve.reference.engine.model import LoadedModel, load_model
+from tests.sim.models import VOCAB, byte_tokenizer, save_checkpoint, tiny_config, tiny_model
 
 OTHERS = ("llama4", "mistral3", "internvl", "qwen2_5_vl", "glm4v", "kimi_k25")
 # What the names of a language model's weights begin with, in files as their publishers write them.

@@ -29,7 +29,7 @@ def transfer(seam: str, extra: dict[str, Any]) -> KVTransferConfig | None:
     if seam == "connector":
         return KVTransferConfig(
             kv_connector="KvarveConnector",
-            kv_connector_module_path="kvarve.integrations.vllm",
+            kv_connector_module_path="kvarve.connectors.vllm.connector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
@@ -87,7 +87,7 @@ class Engine:
             return
         self.reset()
         if self.seam == "connector":
-            from kvarve.model import Tier
+            from kvarve.pages.pools import Tier
 
             self.core.scheduler.connector._scheduler_side.scheduler.flush((Tier.HOST,))
 

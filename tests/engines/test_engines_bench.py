@@ -1,4 +1,4 @@
-"""bench/engines.py with vLLM: it has to complete; no figure is asserted but what is hit."""
+"""benchmarks/engines.py with vLLM: it has to complete; no figure is asserted but what is hit."""
 
 import importlib.util
 import json
@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 def test_a_quick_run_measures_the_connector_in_vllm(tmp_path: Path) -> None:
     out, work = tmp_path / "figures.json", tmp_path / "work"
     work.mkdir()
-    words = ["bench/engines.py", "--quick", "--json", str(out), "--dir", str(work), "--vllm-python", sys.executable]
+    words = ["benchmarks/engines.py", "--quick", "--json", str(out), "--dir", str(work)]
+    words += ["--vllm-python", sys.executable]
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,

@@ -16,10 +16,10 @@ with warnings.catch_warnings():
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.request import RequestStatus
 
-    from kvarve.integrations import vllm_around
-    from kvarve.integrations.vllm_adapters import Adapters
-    from kvarve.integrations.vllm_around import Around
-    from kvarve.integrations.vllm_weights import adapter_now, weights_now
+    from kvarve.connectors.vllm import engine_calls
+    from kvarve.connectors.vllm.adapters import Adapters
+    from kvarve.connectors.vllm.engine_calls import Around
+    from kvarve.connectors.vllm.weights import adapter_now, weights_now
 
 LONG_S = 20.0
 
@@ -81,7 +81,7 @@ def test_a_remote_call_may_have_changed_the_weights_whatever_it_says(engine: Eng
 
 
 def test_a_remote_call_that_reads_costs_no_page(engine: Engine) -> None:
-    for method in vllm_around.READS:
+    for method in engine_calls.READS:
         engine.collective_rpc(method)
     assert not engine.changed
     assert Around(lambda: pytest.fail("nothing is watched")).ask(weights_now) is None, "without an engine"

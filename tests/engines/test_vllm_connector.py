@@ -9,7 +9,7 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from kvarve.integrations.vllm import check_engine, identity_of
+    from kvarve.connectors.vllm.connector import check_engine, identity_of
 
 from kvarve.errors import ConfigError
 from kvarve.memory.engine_arena import pool_of
@@ -36,7 +36,7 @@ def config(**changes: Any) -> Any:
 
 
 def test_the_model_and_the_names_of_pages_are_in_the_identity() -> None:
-    """What of a model counts: tests/integrations/test_tier_identity.py."""
+    """What of a model counts: tests/connectors/test_tier_identity.py."""
 
     def identity(**changes: Any) -> Any:
         return identity_of(config(**changes), [pool_of("0-full", [64], None)], 16, [], "v1", torch.device("cpu"))

@@ -31,7 +31,7 @@ def gated(real):
     return put
 
 
-from kvarve.storage.file.storage import FileStorage
+from kvarve.storage.file.file_storage import FileStorage
 
 for name in ("put", "put_pieces"):
     setattr(FileStorage, name, gated(getattr(FileStorage, name)))

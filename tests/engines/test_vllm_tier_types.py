@@ -15,8 +15,8 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-    from kvarve.integrations import vllm_tier
-    from kvarve.integrations.vllm_tier import KvarveTier
+    from kvarve.connectors.vllm import tier
+    from kvarve.connectors.vllm.tier import KvarveTier
 
 from kvarve.errors import ConfigError
 
@@ -144,8 +144,8 @@ def test_adapters_of_which_vllm_tells_a_tier_nothing_are_refused_unless_they_are
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_loras=1))
-    monkeypatch.setattr(vllm_tier, "_configs", lambda: (vllm_config, None))
-    monkeypatch.setattr(vllm_tier, "model_digest", lambda _: "")
+    monkeypatch.setattr(tier, "_configs", lambda: (vllm_config, None))
+    monkeypatch.setattr(tier, "model_digest", lambda _: "")
     with pytest.raises(ConfigError, match=r'"identity".* whenever those of an adapter do'):
         make(weights="v1")
     assert make(weights="v1", identity="adapters of May")

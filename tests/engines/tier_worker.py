@@ -15,8 +15,8 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, Transfe
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvarve.integrations.chunks import GROUP_BYTES
-from kvarve.integrations.vllm_tier import KvarveTier
+from kvarve.connectors.vllm.chunks import GROUP_BYTES
+from kvarve.connectors.vllm.tier import KvarveTier
 
 TIERS: "list[WatchedTier]" = []
 

@@ -28,7 +28,7 @@ def main() -> None:
         num_gpu_blocks_override=200,
         kv_transfer_config=KVTransferConfig(
             kv_connector="KvarveConnector",
-            kv_connector_module_path="kvarve.integrations.vllm",
+            kv_connector_module_path="kvarve.connectors.vllm.connector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"host_memory": "256MiB", "storage": given["storage"]},

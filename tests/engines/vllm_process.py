@@ -17,8 +17,8 @@ from typing import Any
 from engine_commands import SETTINGS, Engine, sampling, serve
 from prints import Prints
 
-from kvarve.core.effects import Copy
-from kvarve.model import Tier
+from kvarve.core.copies.effects import Copy
+from kvarve.pages.pools import Tier
 
 SMALL = 12  # tokens of an answer
 SETTLED, SETTLED_S = 5000, 10.0  # steps, and seconds, after which a copy counts as hanging
@@ -108,8 +108,8 @@ class Watched(Engine):
 
     def _make_faulty(self) -> None:
         """kvarve's storage fails on demand."""
-        from kvarve import worker
-        from kvarve.integrations import vllm_tier
+        from kvarve.cache import worker
+        from kvarve.connectors.vllm import tier
         from kvarve.testing import FaultyStorage
 
         real = worker.open_storage
@@ -118,7 +118,7 @@ class Watched(Engine):
             self.storage = FaultyStorage(real(*urls, **more))
             return self.storage
 
-        worker.open_storage = vllm_tier.open_storage = opened
+        worker.open_storage = tier.open_storage = opened
 
     # --- commands
 
@@ -447,7 +447,7 @@ class Watched(Engine):
     def _stored_names(self) -> list[str]:
         if self.seam == "tiering":
             return [self.tier.chunks.name(bytes.fromhex(key)) for _, key in self.prints.pages()]
-        from kvarve.keys import object_name, root_key
+        from kvarve.pages.keys import object_name, root_key
 
         identity = self.worker.worker.identity
         root = root_key(identity.fingerprint(), "")

@@ -13,11 +13,11 @@ import pytest
 
 import forks
 from kvarve.bench.accuracy import own
-from kvarve.bench.settings import Accuracy
-from kvarve.cli import app
+from kvarve.bench.bench_settings import Accuracy
+from kvarve.cli.main import app
 from kvarve.errors import KvarveError
-from kvarve.options import call
-from kvarve.served import served
+from kvarve.reference.server.server_process import served
+from kvarve.settings.options import call
 
 SMALL = ["--clients", "2", "--output-tokens", "4", "--warmup", "1"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvarve.bench import inputs
-from kvarve.bench.inputs import Conversation
-from kvarve.bench.settings import LongDocument, Multiturn, Serving, SharedPrefix
+from kvarve.bench import workloads
+from kvarve.bench.bench_settings import LongDocument, Multiturn, Serving, SharedPrefix
+from kvarve.bench.workloads import Conversation
 from kvarve.errors import ConfigError
 
 
@@ -25,10 +25,10 @@ def shared(one: list[int], two: list[int]) -> int:
 def test_the_seed_decides_every_prompt() -> None:
     def made(seed: int) -> list[Any]:
         return [
-            inputs.serving(Serving(seed=seed, requests=3)),
-            inputs.multiturn(Multiturn(seed=seed)),
-            inputs.shared_prefix(SharedPrefix(seed=seed)),
-            inputs.long_document(LongDocument(seed=seed)),
+            workloads.serving(Serving(seed=seed, requests=3)),
+            workloads.multiturn(Multiturn(seed=seed)),
+            workloads.shared_prefix(SharedPrefix(seed=seed)),
+            workloads.long_document(LongDocument(seed=seed)),
         ]
 
     assert made(1) == made(1)
@@ -36,7 +36,7 @@ def test_the_seed_decides_every_prompt() -> None:
 
 
 def test_a_turn_begins_with_all_turns_before_it_and_a_place_for_the_answer() -> None:
-    conversations = inputs.multiturn(Multiturn(clients=2, turns=3, input_tokens=100, output_tokens=10))
+    conversations = workloads.multiturn(Multiturn(clients=2, turns=3, input_tokens=100, output_tokens=10))
     assert len(conversations) == 2
     for conversation in conversations:
         one, two, three = prompts([conversation])
@@ -48,7 +48,7 @@ def test_a_turn_begins_with_all_turns_before_it_and_a_place_for_the_answer() -> 
 
 def test_prompts_of_a_group_share_its_prefix_and_no_more() -> None:
     options = SharedPrefix(groups=3, prompts=4, prefix_tokens=200, input_tokens=20)
-    made = prompts(inputs.shared_prefix(options))
+    made = prompts(workloads.shared_prefix(options))
     groups: dict[tuple[int, ...], list[list[int]]] = {}
     for prompt in made:
         groups.setdefault(tuple(prompt[:200]), []).append(prompt)
@@ -57,7 +57,7 @@ def test_prompts_of_a_group_share_its_prefix_and_no_more() -> None:
 
 
 def test_each_document_gets_its_first_question_before_any_gets_its_second() -> None:
-    made = prompts(inputs.long_document(LongDocument(documents=3, questions=2, document_tokens=300, input_tokens=9)))
+    made = prompts(workloads.long_document(LongDocument(documents=3, questions=2, document_tokens=300, input_tokens=9)))
     assert [shared(made[at], made[at + 3]) // 300 for at in range(3)] == [1, 1, 1]
     assert shared(made[0], made[1]) < 16 and {len(prompt) for prompt in made} == {309}
 
@@ -71,14 +71,14 @@ def test_a_trace_s_prompts_share_what_its_ids_share(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     options = Serving(input=str(path), block_tokens=32, speed=2.0, output_tokens=100)
-    made = inputs.serving(options)
+    made = workloads.serving(options)
     one, two, three = prompts(made)
     assert [len(one), len(two), len(three)] == [70, 64, 40]
     assert shared(one, two) == 64 and shared(one, three) < 16
     assert [conversation.at_s for conversation in made] == [0.0, 1.0, 1.5]
     assert [conversation.turns[0].output_tokens for conversation in made] == [100, 3, 100]
-    assert inputs.serving(options) == made
-    assert len(inputs.serving(Serving(input=str(path), block_tokens=32, requests=2))) == 2
+    assert workloads.serving(options) == made
+    assert len(workloads.serving(Serving(input=str(path), block_tokens=32, requests=2))) == 2
 
 
 SHAREGPT = [
@@ -93,7 +93,7 @@ SHAREGPT = [
 def test_sharegpt_s_answers_stand_in_later_prompts(tmp_path: Path) -> None:
     path = tmp_path / "share.json"
     path.write_text(json.dumps(SHAREGPT))
-    talk, short = [each.turns for each in inputs.sharegpt(path, 256)]
+    talk, short = [each.turns for each in workloads.sharegpt(path, 256)]
     assert [turn.output_tokens for turn in talk] == [10, 256], "a quarter of its bytes, and no more than asked for"
     assert talk[0].prompt == [{"role": "user", "content": "one?"}]
     assert talk[1].prompt == [
@@ -102,8 +102,8 @@ def test_sharegpt_s_answers_stand_in_later_prompts(tmp_path: Path) -> None:
         {"role": "user", "content": "two?"},
     ]
     assert [message["role"] for message in short[0].prompt] == ["system", "user"]  # type: ignore[index]
-    assert [len(each.turns) for each in inputs.serving(Serving(input=str(path)))] == [1, 1]
-    assert [len(each.turns) for each in inputs.multiturn(Multiturn(input=str(path)))] == [2]
+    assert [len(each.turns) for each in workloads.serving(Serving(input=str(path)))] == [1, 1]
+    assert [len(each.turns) for each in workloads.multiturn(Multiturn(input=str(path)))] == [2]
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_a_file_of_another_form_is_one_error(tmp_path: Path, content: str, compl
     path = tmp_path / "input.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match=complaint):
-        inputs.serving(Serving(input=str(path)))
+        workloads.serving(Serving(input=str(path)))

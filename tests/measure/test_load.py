@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from fake_server import DONE, HEAD, USAGE, FakeServer, event, plain
 
-from kvarve.bench.inputs import Conversation, Turn
 from kvarve.bench.load import Record, arrivals, send_all
+from kvarve.bench.workloads import Conversation, Turn
 
 T = TypeVar("T")
 LONG_S = 45.0

@@ -5,8 +5,8 @@ import torch
 from pages import NAMESPACE, a_pool, filled
 
 from kvarve.memory.arenas import HostArena
-from kvarve.memory.copies import DeviceCopies
-from kvarve.model import DTYPE_BYTES, BufferSpec, PoolSpec
+from kvarve.memory.page_copies import DeviceCopies
+from kvarve.pages.pools import DTYPE_BYTES, BufferSpec, PoolSpec
 
 CPU = torch.device("cpu")
 

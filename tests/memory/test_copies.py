@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.copies import GATHERED_BYTES, DeviceCopies, Move, Slots, by_gather, by_piece
-from kvarve.model import DTYPE_BYTES, BufferSpec, PoolSpec
+from kvarve.memory.page_copies import GATHERED_BYTES, DeviceCopies, Move, Slots, by_gather, by_piece
+from kvarve.pages.pools import DTYPE_BYTES, BufferSpec, PoolSpec
 
 WAYS = {"by piece": by_piece, "by gather": by_gather, "by gather, two at once": partial(by_gather, most_bytes=280)}
 

@@ -10,18 +10,18 @@ import pytest
 from pages import noise, raw
 
 import forks
-from kvarve import worker
-from kvarve.config import CacheConfig, cut_memory, divide
-from kvarve.core.effects import Hurry
-from kvarve.core.extents import Cut, Extents
+from kvarve.cache import worker
+from kvarve.cache.config import CacheConfig, cut_memory, divide
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.worker import CacheWorker, _device_arenas
+from kvarve.core.copies.effects import Hurry
 from kvarve.core.policies import Policies
+from kvarve.core.slots.extents import Cut, Extents
 from kvarve.errors import ConfigError
 from kvarve.memory.arenas import DeviceArena
 from kvarve.memory.device_memory import DeviceMemory, driver_of
 from kvarve.memory.machine import on_host
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
-from kvarve.prefix_cache import PrefixCache
-from kvarve.worker import CacheWorker, _device_arenas
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec, Tier
 from pretend_gpu import PretendDriver
 
 GRANULE = 1 << 16

@@ -5,10 +5,10 @@ import torch
 from pages import NAMESPACE
 
 from kvarve.errors import ConfigError
-from kvarve.handles import blocks_of, handle_of
 from kvarve.memory.arenas import HostArena
-from kvarve.memory.copies import DeviceCopies, Move, by_gather, by_piece
 from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
+from kvarve.memory.page_copies import DeviceCopies, Move, by_gather, by_piece
+from kvarve.pages.blocks import blocks_of, handle_of
 
 BLOCKS = 12
 MOVES = pytest.mark.parametrize("move", [by_piece, by_gather])

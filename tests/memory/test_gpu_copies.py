@@ -7,7 +7,7 @@ import torch
 from pages import NAMESPACE, a_pool, in_record, noise, raw
 
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.copies import DeviceCopies
+from kvarve.memory.page_copies import DeviceCopies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 SLOTS, BUSY = 9, 50_000_000  # cycles of a kernel, so that a copy that does not wait comes first

@@ -3,7 +3,7 @@ import sys
 
 PROGRAM = """
 import sys, threading
-from kvarve.memory.heap import HEAPS, bound_heaps
+from kvarve.system.heap import HEAPS, bound_heaps
 
 assert bound_heaps() or sys.platform != "linux"
 import ctypes
@@ -32,7 +32,7 @@ def test_many_threads_share_a_few_heaps() -> None:
 def test_what_is_spared_from_collection_stays_and_later_cycles_are_still_collected() -> None:
     program = """
 import gc, weakref
-from kvarve.memory.heap import spare_from_collection
+from kvarve.system.heap import spare_from_collection
 
 class Cycle:
     def __init__(self):

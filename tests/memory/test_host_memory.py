@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvarve.config import CacheConfig
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.worker import CacheWorker
 from kvarve.errors import KvarveError, StorageError
 from kvarve.memory.arenas import DeviceArena
 from kvarve.memory.device_memory import OnGpu
 from kvarve.memory.host_memory import MAPPED, PORTABLE, HostMemory
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.regions import HostRegion
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.storage import MemoryStorage
-from kvarve.worker import CacheWorker
+from kvarve.system.regions import HostRegion
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 ODD = 5 * mmap.PAGESIZE + 192  # neither a power of two nor whole pages
@@ -101,9 +101,9 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_pinned_and_no_thread(
 
     runtime, before = CudaRuntime(limit), {*threading.enumerate()}
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr("kvarve.worker.device_bytes", lambda _: None)
-    monkeypatch.setattr("kvarve.worker.DeviceArena", lambda pool, slots, _: DeviceArena(pool, slots))
-    monkeypatch.setattr("kvarve.worker.open_storage", gone)
+    monkeypatch.setattr("kvarve.cache.worker.device_bytes", lambda _: None)
+    monkeypatch.setattr("kvarve.cache.worker.DeviceArena", lambda pool, slots, _: DeviceArena(pool, slots))
+    monkeypatch.setattr("kvarve.cache.worker.open_storage", gone)
     identity = ModelIdentity("test", "w1", "float32", 64, 128, (SMALL, LARGE))
     config = CacheConfig(1 << 20, 16 << 20, "file:///tmp/none?capacity=1GiB" if "removed" in trouble else None)
     given = Unwilling(1 << 24, identity.fingerprint(), "test") if "transport" in trouble else None

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvarve.config import CacheConfig
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.worker import check
 from kvarve.errors import ConfigError
 from kvarve.memory import machine
 from kvarve.memory.machine import host_bytes, on_host
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.worker import check
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
 
 ALL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 GIB, MIB = 1 << 30, 1 << 20
@@ -80,7 +80,7 @@ def test_more_than_a_gpu_has_is_refused_with_what_it_has(monkeypatch: pytest.Mon
 
 
 def test_a_container_s_limit_bounds_what_may_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvarve.worker.host_bytes", lambda: machine.host_bytes(tmp_path))
+    monkeypatch.setattr("kvarve.cache.worker.host_bytes", lambda: machine.host_bytes(tmp_path))
     a_machine(tmp_path, "0::/\n", memory_dot_max=str(64 * MIB))
     with pytest.raises(ConfigError, match="more than this machine's 64 MiB"):
         check(IDENTITY, CacheConfig(40 * MIB, 40 * MIB))

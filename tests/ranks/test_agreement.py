@@ -15,14 +15,14 @@ from filling import Clock, Request, a_config, a_store, an_identity, prompt, run,
 
 import forks
 from gates import LONG_S
-from kvarve.admin import Admin
-from kvarve.core.effects import Began, Ended, Verified
+from kvarve.cache.attach import Admin
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.worker import Change, UnderWay
+from kvarve.core.copies.effects import Began, Ended, Verified
 from kvarve.errors import StorageError
-from kvarve.prefix_cache import PrefixCache
 from kvarve.ranks.agreement import AgreedStep, Alone, Proposal, Votes, granted
 from kvarve.storage import Breaker
 from kvarve.testing import FaultyStorage
-from kvarve.worker import Change, UnderWay
 
 PROGRAM, RANKS = Path(__file__).with_name("one_rank.py"), 2
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvarve.core.effects import Event
+from kvarve.core.copies.effects import Event
 from kvarve.ranks.agreement import Votes
-from kvarve.testing.world import born, live
+from tests.sim.world import born, live
 
 SHORT, LONG, STEPS = (1, 3), 60, 100
 
@@ -13,7 +13,7 @@ SHORT, LONG, STEPS = (1, 3), 60, 100
     "seed", [pytest.param(seed, marks=() if seed in SHORT else pytest.mark.long) for seed in range(LONG)]
 )
 def test_ranks_that_hear_of_copies_by_their_own_protocol_break_no_law(seed: int) -> None:
-    print(f"python -m kvarve.testing.world --ranks --seeds {seed}:{seed + 1}")
+    print(f"python -m tests.sim.world --ranks --seeds {seed}:{seed + 1}")
     world = live(*born(seed, "ranks"), steps=STEPS)
     assert len(world.cores) > 1 and world.steps >= STEPS
     assert world.seen["turns without an exchange"] > 0

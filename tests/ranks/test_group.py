@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from kvarve.core.effects import Began, Ended, Event, Refusal, Verified
+from kvarve.core.copies.effects import Began, Ended, Event, Refusal, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal
 from kvarve.ranks.group import BEGUN_S, Group
 from kvarve.ranks.star import MOST, Dead, GroupEnded, Late, Link, Star

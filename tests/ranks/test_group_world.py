@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvarve.core.effects import Began, Ended, Event
+from kvarve.core.copies.effects import Began, Ended, Event
 from kvarve.ranks.agreement import AgreedStep, Proposal
 from kvarve.ranks.group import ALL, Group
 from kvarve.ranks.star import GroupEnded
-from kvarve.testing.world.network import Network
+from tests.sim.world.network import Network
 
 DEADLINE_S, TURNS = 1.0, 40
 WORK_S = 0.01  # of a turn, at most

@@ -3,8 +3,8 @@
 import pytest
 from filling import POOLS, a_config, a_region, an_identity, prompt, run, settle
 
-from kvarve.model import PoolSpec
-from kvarve.prefix_cache import PrefixCache
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.pages.pools import PoolSpec
 from kvarve.ranks.agreement import Alone
 from kvarve.testing import FaultyStorage
 

@@ -12,14 +12,14 @@ from filling import STATE, a_store, an_identity
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from hf3fs_stores import stores_in
 
-from kvarve.core.effects import Copy, Ended, Page
-from kvarve.keys import extend, pack, root_key
+from kvarve.core.copies.effects import Copy, Ended, Page
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.copies import DeviceCopies
-from kvarve.model import BufferSpec, PoolSpec, Tier
+from kvarve.memory.page_copies import DeviceCopies
+from kvarve.pages.keys import extend, pack, root_key
+from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
 from kvarve.storage import Storage
-from kvarve.testing.usrbio import Emulator
-from kvarve.transfer.engine import TransferEngine
+from kvarve.transfer.transfer_engine import TransferEngine
+from tests.sim.usrbio import Emulator
 
 LATENTS = PoolSpec("latents", (BufferSpec("kv", (6,), "float32"),), None, replicated=True)
 POOLS = (LATENTS, STATE)

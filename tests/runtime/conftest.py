@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from filling import POOLS, Clock, Make, StoreThatStays, a_config, an_identity
 
-from kvarve.model import PoolSpec
-from kvarve.prefix_cache import PrefixCache
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.pages.pools import PoolSpec
 
 
 @pytest.fixture

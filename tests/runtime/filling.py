@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvarve.config import CacheConfig
-from kvarve.core.lease import Lease
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.policies import Policies
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.prefix_cache import PrefixCache
+from kvarve.core.requests.lease import Lease
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.pages.ticket import Ticket
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage, Rule
-from kvarve.ticket import Ticket
 
 PAGE, CHUNK = 64, 128
 ATTENTION = PoolSpec("attention", (BufferSpec("k", (4, 3), "float32"), BufferSpec("v", (5,), "bfloat16")), None)

@@ -23,11 +23,11 @@ from filling import (
 )
 
 from gates import threads
-from kvarve.core.copies import STORE
-from kvarve.core.lease import Phase
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.core.copies.in_flight import STORE
+from kvarve.core.requests.lease import Phase
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
-from kvarve.model import Tier
-from kvarve.prefix_cache import PrefixCache
+from kvarve.pages.pools import Tier
 from kvarve.storage import MemoryStorage
 from kvarve.transfer import storage_connection
 

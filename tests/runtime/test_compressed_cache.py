@@ -14,16 +14,16 @@ import torch
 from filling import ALL, LONG, an_identity, run, settle
 from torch import Tensor
 
-import kvarve.worker
+import kvarve.cache.worker
 from compressible import numbers
-from kvarve.cli import main
-from kvarve.config import CacheConfig
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cli.main import main
 from kvarve.errors import ConfigError
 from kvarve.memory.encodings import codec, plain_bytes
-from kvarve.model import BufferSpec, PoolSpec
-from kvarve.prefix_cache import PrefixCache
+from kvarve.pages.pools import BufferSpec, PoolSpec
 from kvarve.storage import MemoryStorage
-from kvarve.storage.memory import forget_memory
+from kvarve.storage.memory_storage import forget_memory
 
 pytest.importorskip("zstandard")
 pytest.importorskip("lz4")
@@ -126,7 +126,7 @@ def test_verify_and_stat_know_compressed_pages_and_change_nothing(
 
 
 def test_the_buffers_count_as_memory(make: Callable[..., PrefixCache], here: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(kvarve.worker, "host_bytes", lambda: 3 * ROOM + 1)
+    monkeypatch.setattr(kvarve.cache.worker, "host_bytes", lambda: 3 * ROOM + 1)
     assert turned(make(PLACE.format(here, ""))) == (0, 0, 0)
     with pytest.raises(ConfigError, match="more than this machine's"):
         make(PLACE.format(here, "&compress=zstd"))

@@ -2,11 +2,11 @@
 
 from filling import CHUNK, PAGE, POOLS, an_identity
 
-from kvarve.config import CacheConfig, divide, spacing
-from kvarve.core.extents import Cut
+from kvarve.cache.config import CacheConfig, divide, spacing
+from kvarve.cache.worker import check
 from kvarve.core.policies import Policies
-from kvarve.model import Tier
-from kvarve.worker import check
+from kvarve.core.slots.extents import Cut
+from kvarve.pages.pools import Tier
 
 MIB = 1 << 20
 

@@ -5,8 +5,8 @@ import random
 import pytest
 from filling import CHUNK, PAGE, POOLS, Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
+from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.memory.record import record_bytes
-from kvarve.prefix_cache import PrefixCache
 from kvarve.testing import Rule
 
 RULES = (

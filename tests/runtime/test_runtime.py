@@ -26,8 +26,8 @@ from filling import (
     used,
 )
 
-from kvarve.model import PoolSpec, Tier
-from kvarve.prefix_cache import PrefixCache
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.pages.pools import PoolSpec, Tier
 
 # --- where pages come from
 

@@ -26,9 +26,9 @@ from filling import (
     used,
 )
 
+from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.memory.record import HEADER_BYTES
-from kvarve.model import PoolSpec, Tier
-from kvarve.prefix_cache import PrefixCache
+from kvarve.pages.pools import PoolSpec, Tier
 
 # --- faults
 

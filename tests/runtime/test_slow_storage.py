@@ -8,10 +8,10 @@ from queue import Queue
 import pytest
 from filling import Clock, Make, Request, StoreThatStays, a_region, a_store, prompt, run, settle, until
 
-from kvarve import prefix_cache
-from kvarve.core.lease import Phase
-from kvarve.model import Tier
-from kvarve.prefix_cache import PrefixCache
+from kvarve.cache import prefix_cache
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.core.requests.lease import Phase
+from kvarve.pages.pools import Tier
 from kvarve.storage import MemoryStorage
 from kvarve.transfer.storage_connection import WORKERS
 

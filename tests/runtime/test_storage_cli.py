@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from filling import a_config, an_identity, prompt, run, settle
 
-from kvarve.cli import main
-from kvarve.keys import group_name, root_key
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cli.main import main
 from kvarve.memory.record import HEADER_BYTES
-from kvarve.model import ModelIdentity
-from kvarve.prefix_cache import PrefixCache
+from kvarve.pages.keys import group_name, root_key
+from kvarve.pages.pools import ModelIdentity
 from kvarve.storage import FileStorage
 from kvarve.storage.file import maintenance
 from kvarve.storage.file.disk import Disk

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from filling import ALL, LONG, Request, a_config, a_store, an_identity, prompt, run, settle, until
 
-from kvarve.core.effects import Refusal
-from kvarve.model import Tier
-from kvarve.prefix_cache import PrefixCache
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.core.copies.effects import Refusal
+from kvarve.pages.pools import Tier
 from kvarve.storage import StorageUsage
 from kvarve.storage.file.disk import Disk
-from kvarve.testing.world.dirty import WHY
+from tests.sim.world.dirty import WHY
 
 
 def opened(url: str) -> PrefixCache:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from wire import Answer, Call, Number, Standing, Wire
 
-from kvarve.core.lease import Phase
+from kvarve.core.requests.lease import Phase
 
 ATTRIBUTES = {"now", "storage_up", "ranks", "counters"}
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from wire import MESSAGES, PLAIN, SETTINGS, VALUES, PlainReader
 
-from kvarve.config import CacheConfig
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
+from kvarve.cache.scheduler import Prompt
 from kvarve.core.cache import Hit
-from kvarve.core.effects import Began, Copy, Ended, Hurry, Page, Probe, Refusal, Release, Verified, canonical
-from kvarve.core.extents import Cut
-from kvarve.core.headroom import Demand
-from kvarve.core.lease import Lease, Phase
-from kvarve.core.reasons import Reason
-from kvarve.core.settings import Counters
-from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
-from kvarve.scheduler import Prompt
+from kvarve.core.copies.effects import Began, Copy, Ended, Hurry, Page, Probe, Refusal, Release, Verified, canonical
+from kvarve.core.core_config import Counters
+from kvarve.core.observe.headroom import Demand
+from kvarve.core.observe.reasons import Reason
+from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.slots.extents import Cut
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec, Tier
 
 BUFFER = BufferSpec("k", (4, 3), "float32")
 POOL = PoolSpec("attention", (BUFFER,), None)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from filling import PAGE, a_config, a_store, an_identity, prompt
 
-from kvarve.core.effects import Copy, Ended, Hurry, Probe
+from kvarve.cache.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
+from kvarve.cache.scheduler import CacheScheduler
+from kvarve.cache.worker import CacheWorker, check
+from kvarve.core.copies.effects import Copy, Ended, Hurry, Probe
 from kvarve.errors import Busy, StorageError
-from kvarve.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
-from kvarve.model import Tier
+from kvarve.pages.pools import Tier
 from kvarve.ranks.agreement import AgreedStep, Alone
-from kvarve.scheduler import CacheScheduler
-from kvarve.worker import CacheWorker, check
 
 DETACHED = replace(a_config(), storage=None)
 

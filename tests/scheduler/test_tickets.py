@@ -11,13 +11,13 @@ from filling import Request, a_config, a_region, an_identity, prompt, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.scheduler import CacheScheduler
+from kvarve.cache.worker import check
 from kvarve.errors import ConfigError
-from kvarve.prefix_cache import PrefixCache
-from kvarve.scheduler import CacheScheduler
+from kvarve.pages.ticket import Ticket
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage
-from kvarve.ticket import Ticket
-from kvarve.worker import check
 
 PROMPT = prompt(9.5)
 UNTIL_S = 1e9

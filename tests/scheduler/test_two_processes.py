@@ -10,18 +10,18 @@ from filling import a_config, a_store, an_identity, prompt, run, settle, until, 
 from torch import Tensor
 from wire import PLAIN
 
-import kvarve.prefix_cache
-from kvarve.config import CacheConfig
-from kvarve.core.effects import Copy, Page, Probe
+import kvarve.cache.prefix_cache
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.messages import ChangeMade, ChangeRefused
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.worker import UnderWay
+from kvarve.core.copies.effects import Copy, Page, Probe
 from kvarve.core.policies import Policies
-from kvarve.engine.engine import Engine
-from kvarve.engine.model import LoadedModel, load_model
-from kvarve.engine.requests import Request, Sampling
 from kvarve.errors import StorageError
-from kvarve.messages import ChangeMade, ChangeRefused
-from kvarve.model import Tier
-from kvarve.prefix_cache import PrefixCache
-from kvarve.worker import UnderWay
+from kvarve.pages.pools import Tier
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.model import LoadedModel, load_model
+from kvarve.reference.engine.requests import Request, Sampling
 
 MIB = 1 << 20
 LONG_S = 240.0
@@ -77,7 +77,7 @@ def test_in_two_processes_an_engine_has_the_same_hits_answers_and_logits(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = served(model, tmp_path / "together")
-    monkeypatch.setattr(kvarve.prefix_cache, "CacheScheduler", FarScheduler)
+    monkeypatch.setattr(kvarve.cache.prefix_cache, "CacheScheduler", FarScheduler)
     FarScheduler.made.clear()
     apart = served(model, tmp_path / "apart")
     assert apart == together
@@ -98,7 +98,7 @@ def nothing_but_plain_data(far: FarScheduler) -> None:
 
 
 def test_in_two_processes_storages_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvarve.prefix_cache, "CacheScheduler", FarScheduler)
+    monkeypatch.setattr(kvarve.cache.prefix_cache, "CacheScheduler", FarScheduler)
     FarScheduler.made.clear()
     stores = [a_store(seed=seed) for seed in range(3)]
     cache, tokens = PrefixCache(an_identity(), a_config()), prompt(8.5)

@@ -9,19 +9,19 @@ import struct
 from dataclasses import is_dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-from kvarve import messages
-from kvarve.config import CacheConfig
-from kvarve.core import effects
+from kvarve.cache import messages
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.scheduler import Prompt
 from kvarve.core.cache import Hit
-from kvarve.core.extents import Cut
-from kvarve.core.headroom import Demand
-from kvarve.core.lease import Lease, Phase
+from kvarve.core.copies import effects
+from kvarve.core.core_config import Counters
+from kvarve.core.observe.headroom import Demand
+from kvarve.core.observe.reasons import Reason
 from kvarve.core.policies import Policies, WritePolicy
-from kvarve.core.reasons import Reason
-from kvarve.core.settings import Counters
-from kvarve.core.snapshots import Snapshots
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec, Tier
-from kvarve.scheduler import Prompt
+from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.requests.snapshots import Snapshots
+from kvarve.core.slots.extents import Cut
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec, Tier
 
 LENGTH = struct.Struct("<Q")
 

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from servers import settings
 
-from kvarve.engine.model import quiet_libraries
-from kvarve.server.serve import Server
-from kvarve.testing.models import byte_tokenizer, save_checkpoint, tiny_model
+from kvarve.reference.engine.model import quiet_libraries
+from kvarve.reference.server.serve import Server
+from tests.sim.models import byte_tokenizer, save_checkpoint, tiny_model
 
 SONG = "hvarv på åkern, 日本語の川 🐟 and so on; "  # its characters are 1 to 4 bytes, and a token is one byte
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 from talk import LONG_S, Body, complete, metrics, until
 
-from kvarve.memory.heap import bound_heaps
-from kvarve.server.serve import Server
+from kvarve.reference.server.serve import Server
 from kvarve.storage.file.index import DEFAULT_THREADS
+from kvarve.system.heap import bound_heaps
 
 bound_heaps()  # as `kvarve serve` does before its threads start: else each has a heap of its own, which only grows
 # Those of a file store, which begin when it first moves several records at once.

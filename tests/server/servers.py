@@ -17,8 +17,8 @@ import httpx
 import forks
 from gates import LONG_S, Gate
 from kvarve.core.policies import Policies
-from kvarve.engine.engine import Engine
-from kvarve.server.serve import Settings
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.server.serve import Settings
 
 PAGE, CHUNK = 16, 64
 SHAPE = ("--page-tokens", "16", "--chunk-tokens", "64", "--threads", "1", "--deterministic")

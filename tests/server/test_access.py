@@ -9,7 +9,7 @@ from servers import settings
 from talk import CHAT, COMPLETIONS, Body, cached, complete, refused
 
 from kvarve.errors import ConfigError
-from kvarve.server.serve import Server, check_settings
+from kvarve.reference.server.serve import Server, check_settings
 
 FLUSH, STORAGE = "/flush_cache", "/admin/storage"
 API, ADMIN = "bräda", "gärdsgård"

@@ -17,13 +17,13 @@ from left import Left
 from servers import settings
 from talk import LONG_S, Body, cached, complete, metrics, refused, text, until
 
-from kvarve.cli import main
+from kvarve.cli.admin_client import describe
+from kvarve.cli.main import main
 from kvarve.core.audit import audit
-from kvarve.model import MEMORY_TIERS
-from kvarve.server.remote import describe
-from kvarve.server.serve import Server
+from kvarve.pages.pools import MEMORY_TIERS
+from kvarve.reference.server.serve import Server
 from kvarve.storage import FileStorage, MemoryStorage, Storage
-from kvarve.testing.faulty import FaultyStorage, Rule
+from kvarve.testing.faulty_storage import FaultyStorage, Rule
 from plugged import plug_in
 
 STORAGE = "/admin/storage"
@@ -205,7 +205,7 @@ def test_a_storage_that_does_not_open_is_given_up_and_blocks_no_other(
 
     plug_in(monkeypatch, "odd", never)
     attach(client, tmp_path / "old")
-    monkeypatch.setattr("kvarve.admin.OPEN_S", 0.01)
+    monkeypatch.setattr("kvarve.cache.attach.OPEN_S", 0.01)
     message = refused(client.put(STORAGE, json={"url": "odd://x?capacity=64MiB"}), 500)
     assert message == "odd://x?capacity=64MiB: it is not open after 0.01 s: given up"
     assert threads[0].daemon, "or the server never ends"
@@ -235,7 +235,7 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
         return said
 
     plug_in(monkeypatch, "odd", opened)
-    monkeypatch.setattr("kvarve.admin.CLOSED_S", 0.01)  # one that stalls goes on later
+    monkeypatch.setattr("kvarve.cache.attach.CLOSED_S", 0.01)  # one that stalls goes on later
     urls = [f"file://{tmp_path}/{name}?capacity=64MiB" for name in "ab"] + ["odd://x?capacity=64MiB"]
     done(client.put(STORAGE, json={"url": urls[0]})), done(client.delete(STORAGE))  # what is made once is made
     left = Left(operated, client)

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from talk import CHAT, COMPLETIONS, Body, cached, complete, metrics, refused, stream, text, until
 
-from kvarve.engine import turns as turns_module
-from kvarve.server.serve import Server
+from kvarve.reference.engine import turns as turns_module
+from kvarve.reference.server.serve import Server
 
 # --- several answers
 

@@ -10,8 +10,8 @@ from servers import settings
 from talk import COMPLETIONS, Body, cached, refused
 
 from kvarve.errors import ConfigError
-from kvarve.server.keyfile import new_key
-from kvarve.server.serve import Server, check_settings
+from kvarve.reference.server.keyfile import new_key
+from kvarve.reference.server.serve import Server, check_settings
 
 NAMES: dict[str, Body] = {
     "open": {},

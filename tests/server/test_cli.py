@@ -12,13 +12,14 @@ import httpx
 import pytest
 from servers import SHAPE, serving, settings
 
-from kvarve import __version__, cli
+from kvarve import __version__
+from kvarve.cli import main
 from kvarve.errors import StorageError
-from kvarve.server import serve as serve_module
-from kvarve.server.serve import Server
+from kvarve.reference.server import serve as serve_module
+from kvarve.reference.server.serve import Server
 from kvarve.storage import Storage
-from kvarve.testing.models import tiny_config
 from plugged import plug_in
+from tests.sim.models import tiny_config
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -27,12 +28,12 @@ Run = Callable[..., tuple[int, str, str]]
 def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run `kvarve` with these words in this process: the exit code, standard output and standard error."""
     # What a process sets up for itself is pytest's here.
-    monkeypatch.setattr(cli, "begin_log", lambda level: None)
+    monkeypatch.setattr(main, "begin_log", lambda level: None)
     monkeypatch.setattr(serve_module, "OncePerSecond", logging.Filter)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def say(*argv: object) -> tuple[int, str, str]:
-        code = cli.main([*map(str, argv)])
+        code = main.main([*map(str, argv)])
         return code, *capsys.readouterr()  # type: ignore[return-value]
 
     return say
@@ -238,7 +239,7 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
         assert process.wait() == 0
         assert not ready.exists()
         told = (tmp_path / "log").read_text().splitlines()
-        phases = [line.partition(" INFO kvarve.server.starting: ")[2].partition(":")[0] for line in told[:-2]]
+        phases = [line.partition(" INFO kvarve.reference.server.starting: ")[2].partition(":")[0] for line in told[:-2]]
         assert phases[:3] == ["loading weights", "dividing memory", "opening storage"]
         assert phases[3].startswith("listening on http") and len(phases) == 4
         assert all("prompt tokens" in line for line in told[-2:]), "a line for each request"

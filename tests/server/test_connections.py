@@ -21,8 +21,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
 import forks
-from kvarve.server.connections import HEADERS_S, READ_BYTES, SEND_BYTES, STALLED_S, Connection, Connections
-from kvarve.server.serve import Server, bind
+from kvarve.reference.server.connections import HEADERS_S, READ_BYTES, SEND_BYTES, STALLED_S, Connection, Connections
+from kvarve.reference.server.serve import Server, bind
 
 Connect = Callable[..., socket.socket]
 CLOSED = "kvarve_closed_connections_total"
@@ -333,7 +333,7 @@ def test_descriptors_are_raised_to_what_the_system_allows_and_half_of_them_are_f
     code = (
         "import resource\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
-        "from kvarve.server.connections import most_connections, raise_descriptors\n"
+        "from kvarve.reference.server.connections import most_connections, raise_descriptors\n"
         "raise_descriptors()\n"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE), most_connections())"
     )
@@ -348,7 +348,7 @@ def test_a_server_with_few_descriptors_serves_beside_more_half_open_connections_
     ready, log = tmp_path / "ready", tmp_path / "log"
     words = ["serve", "--model", str(checkpoint), "--port", "0", "--ready-file", str(ready), *SHAPE]
     code = (
-        "import resource, sys\nfrom kvarve.cli import main\n"
+        "import resource, sys\nfrom kvarve.cli.main import main\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))\nsys.exit(main({words!r}))"
     )
     with log.open("w") as file, ExitStack() as opened:

@@ -13,8 +13,8 @@ from servers import held, settings
 from talk import COMPLETIONS, Body, complete, events, refused, stream, until
 
 from kvarve.errors import ConfigError
-from kvarve.server.hosts import names_for
-from kvarve.server.serve import Server, check_settings
+from kvarve.reference.server.hosts import names_for
+from kvarve.reference.server.serve import Server, check_settings
 
 ASK: Body = {"prompt": "hei", "max_tokens": 1}
 PAGE = "https://chat.example.com"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvarve.engine.model import BUILTIN
-from kvarve.server.encoder import Encoder, longest_token
-from kvarve.testing.models import byte_tokenizer
+from kvarve.reference.engine.model import BUILTIN
+from kvarve.reference.server.encoder import Encoder, longest_token
+from tests.sim.models import byte_tokenizer
 
 SONG = "hvarv på åkern, 日本語の川 🐟 and so on;      \n\n\n "
 BYTES = pre_tokenizers.ByteLevel.alphabet()

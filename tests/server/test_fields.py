@@ -9,9 +9,9 @@ import pytest
 from fields_of_others import OTHERS
 from talk import CHAT, COMPLETIONS, Body, cached, complete, metrics, refused
 
-from kvarve.server import fields
-from kvarve.server.api import ChatRequest, CompletionRequest, Message, Refused, RequestBody, parse
-from kvarve.server.fields import HARMLESS, INSTEAD, Ignored
+from kvarve.reference.server import fields
+from kvarve.reference.server.api import ChatRequest, CompletionRequest, Message, Refused, RequestBody, parse
+from kvarve.reference.server.fields import HARMLESS, INSTEAD, Ignored
 
 EVERYWHERE = ("vllm_guided", "sglang_generate")
 

@@ -20,7 +20,7 @@ from left import Left, rss_bytes
 from odd_clients import asked
 from servers import settings
 
-from kvarve.server.serve import Server
+from kvarve.reference.server.serve import Server
 
 SEED, CLIENTS, REQUESTS = 5, 4, 80  # in the short form, of each client
 MINUTES, GIVEN_SEED = float(os.environ.get("KVARVE_MINUTES", "30")), os.environ.get("KVARVE_SEED")

@@ -31,7 +31,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from servers import settings as server_settings
 
-from kvarve.server.serve import Server
+from kvarve.reference.server.serve import Server
 
 ADMIN = "an-admin-key"
 

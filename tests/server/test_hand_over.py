@@ -9,8 +9,8 @@ import pytest
 from servers import CHUNK, settings
 from talk import CHAT, COMPLETIONS, Body, cached, complete, refused, stream
 
-from kvarve.server.api import LONGEST_HAND_OVER_S
-from kvarve.server.serve import Server
+from kvarve.reference.server.api import LONGEST_HAND_OVER_S
+from kvarve.reference.server.serve import Server
 
 SHARED = 2 * CHUNK  # tokens of three songs, in whole chunks
 PREFILL: Body = {"max_tokens": 1, "kv_transfer_params": {"hand_over_s": 60}}

@@ -12,10 +12,10 @@ from servers import settings
 from talk import LONG_S, cached, complete, refused
 
 from kvarve.errors import ConfigError
-from kvarve.familiar import storage_url
-from kvarve.model import Tier
-from kvarve.server.serve import Server
-from kvarve.testing.faulty import FaultyStorage
+from kvarve.pages.pools import Tier
+from kvarve.reference.server.serve import Server
+from kvarve.settings.engine_flags import storage_url
+from kvarve.testing.faulty_storage import FaultyStorage
 
 STORAGE, CLEAR, FLUSH = "/hicache/storage-backend", "/hicache/storage-backend/clear", "/flush_cache"
 KEY = "gate"

@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.errors import ConfigError
-from kvarve.server.keyfile import ADMIN_KEY, FILE_BYTES, LOOK_S, MOST_KEYS, Key, Keyring, digest, new_key, read_keys
+from kvarve.reference.server.keyfile import (
+    ADMIN_KEY,
+    FILE_BYTES,
+    LOOK_S,
+    MOST_KEYS,
+    Key,
+    Keyring,
+    digest,
+    new_key,
+    read_keys,
+)
 
 GOOD = digest(b"good")
 

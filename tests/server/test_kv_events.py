@@ -13,11 +13,11 @@ import zmq
 from servers import CHUNK, PAGE, settings
 from talk import LONG_S, complete
 
-from kvarve.boundaries import members
 from kvarve.errors import ConfigError
-from kvarve.model import Tier
-from kvarve.server.kv_events import KvEventsConfig
-from kvarve.server.serve import Server, check_settings
+from kvarve.pages.boundaries import members
+from kvarve.pages.pools import Tier
+from kvarve.reference.server.kv_events import KvEventsConfig
+from kvarve.reference.server.serve import Server, check_settings
 
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 END = (1 << 64) - 1

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from gates import LONG_S, Gate
-from kvarve.server.lanes import LANES, Lanes, Shared, apart
+from kvarve.reference.server.work_threads import LANES, Lanes, Shared, apart
 
 
 def test_the_short_passes_the_long() -> None:

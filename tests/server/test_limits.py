@@ -8,7 +8,7 @@ from servers import settings
 from talk import CHAT, Body, refused, text
 
 from kvarve.errors import ConfigError
-from kvarve.server.serve import Server
+from kvarve.reference.server.serve import Server
 
 HEI: Body = {"messages": [{"role": "user", "content": "hei"}], "max_tokens": 4, "temperature": 0}
 TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"

@@ -15,9 +15,9 @@ import pytest
 from servers import settings
 from talk import COMPLETIONS, LONG_S, until
 
-from kvarve.server import connections as connections_module
-from kvarve.server.connections import LINGER_BYTES, READ_BYTES, Connection, Parser
-from kvarve.server.serve import Server
+from kvarve.reference.server import connections as connections_module
+from kvarve.reference.server.connections import LINGER_BYTES, READ_BYTES, Connection, Parser
+from kvarve.reference.server.serve import Server
 
 Connect = Callable[..., socket.socket]
 KEY = "door"

@@ -12,13 +12,13 @@ import pytest
 from servers import PAGE, held
 from talk import CHAT, COMPLETIONS, LONG_S, complete, refused, stream
 
-from kvarve.core.effects import Refusal
-from kvarve.keys import KEY_BYTES, group_name, root_key
-from kvarve.server import live
-from kvarve.server.live import FILES, SAMPLES, Live
-from kvarve.server.recent import ENDED, OPEN
-from kvarve.server.remote import describe
-from kvarve.server.serve import Server
+from kvarve.cli.admin_client import describe
+from kvarve.core.copies.effects import Refusal
+from kvarve.pages.keys import KEY_BYTES, group_name, root_key
+from kvarve.reference.server import live
+from kvarve.reference.server.live import FILES, SAMPLES, Live
+from kvarve.reference.server.recent import ENDED, OPEN
+from kvarve.reference.server.serve import Server
 from kvarve.storage import FileStorage, StorageUsage
 
 ID = "x-request-id"

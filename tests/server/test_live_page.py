@@ -20,7 +20,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from servers import settings
 from talk import COMPLETIONS, complete
 
-from kvarve.server.serve import Server
+from kvarve.reference.server.serve import Server
 
 T = TypeVar("T")
 LONG_S = 120.0

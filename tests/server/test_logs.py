@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvarve.server.logs import MOST_KINDS, OncePerSecond
+from kvarve.reference.server.logs import MOST_KINDS, OncePerSecond
 
 
 class Lines(logging.Handler):

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvarve.core.levels import Ages
-from kvarve.core.reasons import Reason
-from kvarve.histograms import Histogram
+from kvarve.core.observe.histograms import Histogram
+from kvarve.core.observe.levels import Ages
+from kvarve.core.observe.reasons import Reason
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.storage import StorageUsage
 from kvarve.transfer.flows import LANES, Flow

@@ -19,8 +19,8 @@ from talk import COMPLETIONS, LONG_S, complete, events
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.metrics import parse_compat
-from kvarve.server.serve import Server
-from kvarve.testing.faulty import FaultyStorage, Rule
+from kvarve.reference.server.serve import Server
+from kvarve.testing.faulty_storage import FaultyStorage, Rule
 
 FEW = {  # memory for little more than one long answer, and for the fetch of one prompt at a time
     "device_memory": 400 << 10,

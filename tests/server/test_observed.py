@@ -8,7 +8,7 @@ import httpx
 import pytest
 from talk import COMPLETIONS, complete, metrics, stream
 
-from kvarve.server.serve import Server
+from kvarve.reference.server.serve import Server
 
 ID = "x-request-id"
 
@@ -46,7 +46,7 @@ def test_a_request_has_one_line_with_its_id_and_what_came_of_it_and_no_text(
         client.post(COMPLETIONS, json={"prompt": song, "temperature": -1}, headers={ID: "three"})
         client.get("/nowhere%0Akvarve: a line of mine", headers={ID: "four"})
         client.get("/health"), client.get("/metrics")
-    one, two, three, four = lines(caplog, "kvarve.server.observed")
+    one, two, three, four = lines(caplog, "kvarve.reference.server.request_log")
     assert re.match(r"one: POST /v1/completions: 200 in [0-9.]+ s, 2 length, 50 prompt tokens \(.*\), 6 answered$", one)
     assert re.match(
         r"two: POST /v1/completions: 200 in [0-9.]+ s, 1 length, 50 prompt tokens \(.*\), 16 answered$", two

@@ -7,9 +7,9 @@ import httpx
 import pytest
 from talk import Body, refused
 
-from kvarve.engine.requests import BOUNDS
-from kvarve.server import fields
-from kvarve.server.serve import Server
+from kvarve.reference.engine.requests import BOUNDS
+from kvarve.reference.server import fields
+from kvarve.reference.server.serve import Server
 
 API, ADMIN = "an-api-key", "an-admin-key"
 KEYS = {"api_key": API, "admin_key": ADMIN}

@@ -12,13 +12,13 @@ import httpx
 import pytest
 from talk import CHAT, COMPLETIONS, LONG_S, Body, complete, metrics, refused, text, until
 
-from kvarve.engine import engine as engine_module
-from kvarve.server import bodies
-from kvarve.server.answers import Answer
-from kvarve.server.api import MOST_NAMED, MOST_OBJECTS, MOST_VALUES, SMALL_BYTES, ChatRequest, Refused, parse
-from kvarve.server.encoder import Encoder
-from kvarve.server.lanes import LANES
-from kvarve.server.serve import Server
+from kvarve.reference.engine import engine as engine_module
+from kvarve.reference.server import bodies
+from kvarve.reference.server.answers import Answer
+from kvarve.reference.server.api import MOST_NAMED, MOST_OBJECTS, MOST_VALUES, SMALL_BYTES, ChatRequest, Refused, parse
+from kvarve.reference.server.encoder import Encoder
+from kvarve.reference.server.serve import Server
+from kvarve.reference.server.work_threads import LANES
 
 HUGE = (LANES[1][0] or 0) + 1  # characters of a prompt that has the last lane to itself
 TOKENIZING = "kvarve_requests_tokenizing"

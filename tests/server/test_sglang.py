@@ -10,10 +10,10 @@ from fields_of_others import OTHERS
 from talk import CHAT, COMPLETIONS, Body, cached, complete, refused, stream, text
 
 from kvarve import __version__
-from kvarve.server.api import Refused, parse
-from kvarve.server.fields import HARMLESS
-from kvarve.server.generate import GenerateRequest, SamplingParams
-from kvarve.server.serve import Server
+from kvarve.reference.server.api import Refused, parse
+from kvarve.reference.server.fields import HARMLESS
+from kvarve.reference.server.generate import GenerateRequest, SamplingParams
+from kvarve.reference.server.serve import Server
 
 GENERATE = "/generate"
 GREEDY = {"temperature": 0, "max_new_tokens": 4}

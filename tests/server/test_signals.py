@@ -10,8 +10,8 @@ import pytest
 from servers import SHAPE, serving
 
 import forks
-from kvarve.server.keyfile import new_key
-from kvarve.server.starting import NOTIFY
+from kvarve.reference.server.keyfile import new_key
+from kvarve.reference.server.starting import NOTIFY
 
 
 def test_sighup_has_the_keys_read_again_and_sigterm_lets_running_requests_end(

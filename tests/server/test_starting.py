@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvarve.server.starting import NOTIFY, Starting, tell_systemd
+from kvarve.reference.server.starting import NOTIFY, Starting, tell_systemd
 
 
 def test_each_phase_has_a_line_and_the_last_line_says_how_long_each_took(caplog: pytest.LogCaptureFixture) -> None:

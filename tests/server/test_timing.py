@@ -18,7 +18,7 @@ from scipy.stats import ks_2samp
 from servers import settings
 from talk import COMPLETIONS
 
-from kvarve.server.serve import Server
+from kvarve.reference.server.serve import Server
 
 PROMPT_TOKENS = 320
 # One round of a hundred finds a difference between equal times by chance. One round that finds none is enough, so

@@ -16,8 +16,8 @@ from servers import settings
 from talk import CHAT, COMPLETIONS, LONG_S, complete, stream, until
 
 from kvarve.errors import ConfigError
-from kvarve.server.serve import Server, check_settings
-from kvarve.server.traces import MOST_SPANS, Traces, check_endpoint, told
+from kvarve.reference.server.serve import Server, check_settings
+from kvarve.reference.server.spans import MOST_SPANS, Traces, check_endpoint, told
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TIERS = ("device", "host", "storage")
@@ -198,7 +198,7 @@ def test_a_dead_collector_costs_counted_spans_and_one_warning_and_nothing_else(
             complete(traced, song, max_tokens=1)
             until(traced, lambda now, at=at: now.get("kvarve_spans_total.lost", 0) == at + 1)  # type: ignore[misc]
         told = [record for record in caplog.records if record.levelno >= logging.WARNING]
-        assert [record.name for record in told] == ["kvarve.server.traces"]
+        assert [record.name for record in told] == ["kvarve.reference.server.spans"]
         assert "takes no spans" in told[0].getMessage() and collector.url in told[0].getMessage()
         collector.status = 200
         complete(traced, song, max_tokens=1)

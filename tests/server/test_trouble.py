@@ -10,8 +10,8 @@ import httpx
 import pytest
 from talk import COMPLETIONS, events, metrics, refused, stream, text, until
 
-from kvarve.engine import turns as turns_module
-from kvarve.server.serve import Server
+from kvarve.reference.engine import turns as turns_module
+from kvarve.reference.server.serve import Server
 
 
 def test_a_client_that_hangs_up_ends_the_request_that_it_waits_for(

@@ -7,7 +7,7 @@ import pytest
 from talk import CHAT, cached, complete, refused
 
 from kvarve import __version__
-from kvarve.server.serve import Server
+from kvarve.reference.server.serve import Server
 
 
 def told(response: httpx.Response) -> Any:

@@ -18,7 +18,7 @@ from file_pages import Quick
 from hf3fs_server import Local
 from tier_rows import LONG_S, MakeRow, Row
 
-import kvarve.storage_cli  # noqa: F401  whichever test first runs a command would pay for it
+import kvarve.cli.storage_commands  # noqa: F401  whichever test first runs a command would pay for it
 from kvarve.storage import FileStorage
 from kvarve.testing import suite
 from kvarve.testing.suite import LABEL

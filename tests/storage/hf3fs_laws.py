@@ -4,7 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvarve.storage.hf3fs.metadata.entries import COMMITTED, QUARANTINED, RESERVED, Entry
-from kvarve.storage.hf3fs.metadata.table import SlotTable
+from kvarve.storage.hf3fs.metadata.slot_table import SlotTable
 
 
 class Kept(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import stopped, until
 
-from kvarve.storage.mounts import mounts
+from kvarve.system.mounts import mounts
 
 
 def require(tools: str, *programs: str) -> None:

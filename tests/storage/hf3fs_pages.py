@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvarve.memory.arenas import HostArena
-from kvarve.model import BufferSpec, PoolSpec
-from kvarve.regions import shared_region
+from kvarve.pages.pools import BufferSpec, PoolSpec
+from kvarve.system.regions import shared_region
 
 POOLS = (
     PoolSpec("attention", (BufferSpec("k", (64, 40), "float32"), BufferSpec("v", (64, 80), "bfloat16")), None),

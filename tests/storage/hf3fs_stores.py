@@ -12,11 +12,11 @@ from hf3fs_laws import entries
 
 from kvarve.storage import Storage
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs.backend import Settings, open_hf3fs
+from kvarve.storage.hf3fs.hf3fs_backend import Settings, open_hf3fs
+from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs.metadata.entries import Entry
-from kvarve.storage.hf3fs.metadata.memory import named_table
-from kvarve.storage.hf3fs.slots import BLOCK_BYTES, file_name, offset, owner_of
-from kvarve.storage.hf3fs.storage import Hf3fsStorage
+from kvarve.storage.hf3fs.metadata.memory_metadata import named_table
+from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES, file_name, offset, owner_of
 from kvarve.testing.suite import LABEL, Damage
 from kvarve.testing.suite_use import OBJECT_BYTES
 

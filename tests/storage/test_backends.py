@@ -8,14 +8,14 @@ import pytest
 from packages import installed
 
 import forks
-from kvarve.config import CacheConfig
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.worker import CacheWorker
 from kvarve.errors import ConfigError, StorageError
-from kvarve.model import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.regions import HostRegion, shared_region
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.storage import Breaker, MemoryStorage, check_storage, deadline, left_s, open_storage, urls
 from kvarve.storage.urls import parse_url
+from kvarve.system.regions import HostRegion, shared_region
 from kvarve.testing.suite import LABEL
-from kvarve.worker import CacheWorker
 from plugged import plug_in
 
 
@@ -138,7 +138,7 @@ def test_shared_memory_is_gone_with_its_last_view_and_with_a_process_that_is_kil
     path, address = Path("/dev/shm") / region.name, region.address
     assert address % 4096 == 0
     code = (
-        "import os, signal; from kvarve.regions import shared_region; region = shared_region(1 << 16); "
+        "import os, signal; from kvarve.system.regions import shared_region; region = shared_region(1 << 16); "
         "print(region.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = forks.run([sys.executable, "-c", code], capture_output=True, text=True)

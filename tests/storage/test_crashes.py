@@ -18,8 +18,8 @@ from file_pages import CAPACITY, Page, goes_on, intact, names, opened, pages, st
 
 import forks
 from kvarve.storage import FileStorage
-from kvarve.testing.faulty_disk import Died, FaultyDisk
 from kvarve.testing.suite import OTHER_LABEL
+from tests.sim.faulty_disk import Died, FaultyDisk
 
 # --- a workload, and the pages that have to be there after each of its calls
 

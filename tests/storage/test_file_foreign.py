@@ -8,10 +8,10 @@ import inspect_files
 import pytest
 from file_disks import WithoutSync, everything, model_of, total
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.storage import FileStorage
-from kvarve.testing.faulty_disk import Died, FaultyDisk
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
+from tests.sim.faulty_disk import Died, FaultyDisk
 
 CAPACITY, SMALL = 96 << 10, 12 << 10
 PRECIOUS = bytes(range(256)) * 40

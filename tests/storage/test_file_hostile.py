@@ -21,7 +21,7 @@ import pytest
 from file_disks import MIB, Clockwork, everything, model_of
 from file_pages import NAMESPACE, Page, Quick, goes_on, intact, pages, store
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file.header import owner_of

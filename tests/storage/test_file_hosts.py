@@ -9,12 +9,12 @@ import pytest
 from file_disks import MIB, WithoutSync
 from inspect_files import die
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage, open_storage
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.folder import check_folder
-from kvarve.storage.mounts import mounts
+from kvarve.system.mounts import mounts
 from kvarve.testing.suite import LABEL, get, put, there
 
 
@@ -122,7 +122,7 @@ def test_a_mount_with_an_odd_name_is_no_obstacle(tmp_path, monkeypatch):
     disk = Disk()
     with disk.closing(disk.enter(tmp_path)) as place:
         device = os.fstat(place.file).st_dev
-        monkeypatch.setattr("kvarve.storage.mounts.MOUNTS", tmp_path / "mountinfo")
+        monkeypatch.setattr("kvarve.system.mounts.MOUNTS", tmp_path / "mountinfo")
         for kind, local in ((b"ext4 /dev/sda", True), (b"nfs4 far:/away", False)):
             lines = [
                 b"21 1 0:19 / /odd\xff\xc2\x85\x0c\\040name rw - tmpfs \xff rw",

@@ -11,7 +11,7 @@ import inspect_files
 import pytest
 from file_disks import MIB, Open, WithoutSync, file_name, total, trouble
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.table import ENTRY_BYTES

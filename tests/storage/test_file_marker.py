@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from file_disks import MIB, Open, Rigged, WithoutSync, everything, throw, trouble
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage, check_storage, open_storage
 from kvarve.storage.base import Damaged

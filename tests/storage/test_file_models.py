@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from file_disks import MIB, Clockwork, everything, file_name, model_of
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage.file import maintenance
+from kvarve.storage.file.eviction_queue import LastUse
 from kvarve.storage.file.folder import check_folder
-from kvarve.storage.file.orders import LastUse
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 CAPACITY = 512 << 10

@@ -8,7 +8,7 @@ from file_disks import Calls, Rigged, model_of
 from file_pages import filling, intact, intact_anew, names, pages, store
 
 from kvarve.errors import StorageError
-from kvarve.testing.faulty_disk import Died, Event, FaultyDisk
+from tests.sim.faulty_disk import Died, Event, FaultyDisk
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -12,7 +12,7 @@ import pytest
 from file_disks import MIB, Rigged, Untouched, WithoutSync, everything, total, trouble
 from file_pages import CAPACITY, NAMESPACE, Page, Quick, intact, pages, store
 
-from kvarve.cli import main
+from kvarve.cli.main import main
 from kvarve.storage import FileStorage
 from kvarve.storage.file import maintenance
 from kvarve.storage.file.disk import Directory

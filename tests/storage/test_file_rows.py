@@ -19,7 +19,7 @@ from processes import until
 from kvarve.errors import StorageError
 from kvarve.storage.file.slabs import STRIPES, RowSpan, runs
 from kvarve.storage.file.table import FREE, STORED, Shape
-from kvarve.testing.faulty_disk import Died
+from tests.sim.faulty_disk import Died
 
 # --- a table that cannot be read for a moment
 

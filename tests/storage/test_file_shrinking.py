@@ -11,8 +11,8 @@ import pytest
 from file_disks import MIB, Clockwork, Open, RiggedClockwork, file_name, quietly, total, trouble
 
 from kvarve.storage import FileStorage
-from kvarve.testing.faulty_disk import Fate, FaultyDisk
 from kvarve.testing.suite import OTHER_LABEL, get, put
+from tests.sim.faulty_disk import Fate, FaultyDisk
 
 WIDE, NARROW = MIB, 256 << 10
 

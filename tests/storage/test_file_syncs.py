@@ -9,7 +9,7 @@ from file_pages import Quick, intact, intact_anew, names, opened, pages, store
 from processes import until
 
 from kvarve.errors import StorageError
-from kvarve.testing.faulty_disk import FaultyDisk
+from tests.sim.faulty_disk import FaultyDisk
 
 
 @pytest.mark.parametrize("which", [".table", "0"])

@@ -14,8 +14,8 @@ from file_pages import Quick, intact, intact_anew, names, pages, store
 
 from kvarve.errors import StorageError
 from kvarve.storage.file.disk import Directory, Disk
-from kvarve.testing.faulty_disk import Died
 from kvarve.testing.suite import OTHER_LABEL
+from tests.sim.faulty_disk import Died
 
 BEHIND_THE_HEAD = range(1, MIB)
 HEAD = range(1)

@@ -13,7 +13,7 @@ from light import light
 from kvarve.storage import Storage
 from kvarve.storage.hf3fs.metadata import MOST_NAMES
 from kvarve.testing.suite import LABEL, CapacitySuite, Damage, MakeStorage, QuotaSuite, StorageSuite, UrlOf
-from kvarve.testing.usrbio import Emulator
+from tests.sim.usrbio import Emulator
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from hf3fs_stores import Stores, stores_in
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, deadline
 from kvarve.storage.file.disk import Disk
+from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs.metadata.entries import COMMITTED, QUARANTINED, RESERVED
-from kvarve.storage.hf3fs.slots import file_name
-from kvarve.storage.hf3fs.storage import Hf3fsStorage
-from kvarve.testing.usrbio import Emulator, Fate, Operation
+from kvarve.storage.hf3fs.slot_layout import file_name
+from tests.sim.usrbio import Emulator, Fate, Operation
 
 SOON_S, LONG_S = 0.1, 60.0
 in_place_and_copied = pytest.mark.parametrize(

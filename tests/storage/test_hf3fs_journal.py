@@ -11,9 +11,9 @@ import pytest
 from hf3fs_laws import audit, entries
 from hf3fs_metadata_suite import LABEL, OTHER, K
 
-from kvarve.storage.hf3fs.metadata.base import Slot
 from kvarve.storage.hf3fs.metadata.journal import Journal
-from kvarve.storage.hf3fs.metadata.table import SlotTable
+from kvarve.storage.hf3fs.metadata.service import Slot
+from kvarve.storage.hf3fs.metadata.slot_table import SlotTable
 
 NOW = 1_800_000_000.0
 

@@ -11,9 +11,9 @@ from hf3fs_stores import stores_in
 from redis_server import KEPT, RedisServer
 
 from kvarve.errors import StorageError
-from kvarve.storage.hf3fs import backend
+from kvarve.storage.hf3fs import hf3fs_backend
 from kvarve.storage.hf3fs.metadata.calls import RemoteMetadata
-from kvarve.storage.hf3fs.metadata.memory import forget_table
+from kvarve.storage.hf3fs.metadata.memory_metadata import forget_table
 from kvarve.testing.suite import get, put
 
 
@@ -103,7 +103,7 @@ def test_a_slot_beyond_its_file_and_a_file_that_is_not_there_are_misses(
         beyond, elsewhere = [slot_bytes, number | 4095, epoch, 1], [slot_bytes, 1, epoch, 1]
         for told in (beyond, elsewhere, [1 << 40, number, epoch, 1 << 39]):
             with monkeypatch.context() as lied_to:
-                lied_to.setattr(backend, "open_metadata", lambda *_, told=told: Lying(told))
+                lied_to.setattr(hf3fs_backend, "open_metadata", lambda *_, told=told: Lying(told))
                 storage = stores.open()
             assert get(storage, "page") is None
         assert get(stores.open(), "page") == b"1"

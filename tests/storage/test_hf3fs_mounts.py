@@ -14,10 +14,10 @@ from processes import until
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, check_storage
 from kvarve.storage.file.disk import Directory, Disk
-from kvarve.storage.hf3fs import backend
-from kvarve.storage.hf3fs import storage as storage_module
+from kvarve.storage.hf3fs import hf3fs_backend
+from kvarve.storage.hf3fs import hf3fs_storage as storage_module
 from kvarve.testing.suite import LABEL, get, put, there
-from kvarve.testing.usrbio import Emulator
+from tests.sim.usrbio import Emulator
 
 LONG_S = 60.0
 PAGE_BYTES = 1 << 20
@@ -87,7 +87,7 @@ def test_a_mount_whose_daemon_has_ended_is_refused_in_one_line_with_either_engin
     mount: Bindfs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = Emulator(mount.mount)
-    monkeypatch.setattr(backend, "load", lambda: daemon)
+    monkeypatch.setattr(hf3fs_backend, "load", lambda: daemon)
     mount.kill()
     for engine in ("posix", "usrbio", "auto"):
         url = f"hf3fs://{mount.mount}/here?capacity=1GiB&engine={engine}&metadata=memory:dead"
@@ -100,7 +100,7 @@ def test_a_mount_that_stands_still_hangs_no_more_than_the_calls_in_it(
     stores: Stores, mount: Bindfs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_module, "CLOSE_S", 0.1)
-    monkeypatch.setattr(backend, "OPEN_S", 0.1)
+    monkeypatch.setattr(hf3fs_backend, "OPEN_S", 0.1)
     storage, view = stores.open(), memoryview(bytearray(4))
     put(storage, page=b"kept")
     breaker = Breaker(storage, deadline_s=0.1, close_s=0.1)

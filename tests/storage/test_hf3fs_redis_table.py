@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from redis_server import KEPT, RedisServer
 
 from kvarve.storage.hf3fs.metadata import Metadata, Slot
-from kvarve.storage.hf3fs.metadata.identity import Identity
-from kvarve.storage.hf3fs.metadata.memory import MemoryMetadata, SharedTable
-from kvarve.storage.hf3fs.metadata.redis import RedisMetadata
+from kvarve.storage.hf3fs.metadata.memory_metadata import MemoryMetadata, SharedTable
+from kvarve.storage.hf3fs.metadata.redis_metadata import RedisMetadata
+from kvarve.storage.hf3fs.metadata.store_identity import Identity
 
 NAMES = [f"{group}{number}" for group in ("a-", "b-", "") for number in range(5)]
 names = st.lists(st.sampled_from(NAMES), max_size=5)

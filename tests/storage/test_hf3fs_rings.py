@@ -15,18 +15,18 @@ from hf3fs_stores import Stores, calling, descriptors, stores_in
 from processes import until
 
 from gates import Gate, threads
-from kvarve.background import BackgroundCall
 from kvarve.errors import StorageError
-from kvarve.regions import HostRegion, shared_region
 from kvarve.storage import base as base_module
 from kvarve.storage import deadline
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs import engine_usrbio as engine_module
-from kvarve.storage.hf3fs import storage as storage_module
-from kvarve.storage.hf3fs.engine_usrbio import LOST, UsrbioEngine
-from kvarve.storage.hf3fs.storage import Hf3fsStorage
+from kvarve.storage.hf3fs import hf3fs_storage as storage_module
+from kvarve.storage.hf3fs import io_usrbio as engine_module
+from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
+from kvarve.storage.hf3fs.io_usrbio import LOST, UsrbioEngine
+from kvarve.system.background import BackgroundCall
+from kvarve.system.regions import HostRegion, shared_region
 from kvarve.testing.suite import get, put
-from kvarve.testing.usrbio import Emulator, Fate, Operation
+from tests.sim.usrbio import Emulator, Fate, Operation
 
 SOON_S, LONG_S = 0.05, 60.0
 PAGE_BYTES = 20_480

@@ -27,8 +27,8 @@ from kvarve.storage import deadline
 from kvarve.storage.hf3fs.metadata import STORE_FILE, Metadata, Slot, open_metadata
 from kvarve.storage.hf3fs.metadata.calls import CALLS, BadCall, answer
 from kvarve.storage.hf3fs.metadata.frames import HEADER_BYTES, pack, read_header, read_rest
-from kvarve.storage.hf3fs.metadata.server import MOST_CONNECTIONS, near
-from kvarve.storage.hf3fs.metadata.table import SlotTable
+from kvarve.storage.hf3fs.metadata.metadata_server import MOST_CONNECTIONS, near
+from kvarve.storage.hf3fs.metadata.slot_table import SlotTable
 
 
 @pytest.fixture(scope="module")

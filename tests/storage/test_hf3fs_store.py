@@ -14,13 +14,14 @@ from processes import until
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage, open_storage
 from kvarve.storage.file.disk import Directory, Disk
-from kvarve.storage.hf3fs import storage as storage_module
-from kvarve.storage.hf3fs.folder import Folder
+from kvarve.storage.hf3fs import hf3fs_storage as storage_module
+from kvarve.storage.hf3fs.hf3fs_folder import Folder
+from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs.metadata import Extent, Slot
 from kvarve.storage.hf3fs.metadata.entries import RESERVED
-from kvarve.storage.hf3fs.metadata.memory import forget_table
-from kvarve.storage.hf3fs.metadata.table import SPREAD
-from kvarve.storage.hf3fs.slots import (
+from kvarve.storage.hf3fs.metadata.memory_metadata import forget_table
+from kvarve.storage.hf3fs.metadata.slot_table import SPREAD
+from kvarve.storage.hf3fs.slot_layout import (
     BLOCK_BYTES,
     HEADER_BYTES,
     Title,
@@ -31,10 +32,9 @@ from kvarve.storage.hf3fs.slots import (
     read_header,
     slot_bytes_for,
 )
-from kvarve.storage.hf3fs.storage import Hf3fsStorage
 from kvarve.storage.urls import allocate
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
-from kvarve.testing.usrbio import Emulator
+from tests.sim.usrbio import Emulator
 
 TITLE = Title(owner_of(LABEL), "tenant-page.kv", Slot(16384, (7 << 12) + 5, 99), 9000, digest([memoryview(b"1")]))
 
@@ -361,7 +361,7 @@ def test_without_the_binding_auto_means_posix_and_with_it_arenas_are_shared_memo
     assert allocate(url, 4096) is None
     assert "the POSIX engine is used" in caplog.text
     daemon = Emulator(tmp_path)
-    monkeypatch.setattr("kvarve.storage.hf3fs.backend.load", lambda: daemon)
+    monkeypatch.setattr("kvarve.storage.hf3fs.hf3fs_backend.load", lambda: daemon)
     region = allocate(url, 4096)
     assert region is not None and region.name is not None
     storage = open_storage(url, label=LABEL, description="model A")

@@ -3,8 +3,8 @@
 from hf3fs_laws import audit, kept
 
 from kvarve.storage.hf3fs.metadata import Slot
-from kvarve.storage.hf3fs.metadata import table as module
-from kvarve.storage.hf3fs.metadata.table import MOST_LABELS, QUARANTINE_S, SlotTable
+from kvarve.storage.hf3fs.metadata import slot_table as module
+from kvarve.storage.hf3fs.metadata.slot_table import MOST_LABELS, QUARANTINE_S, SlotTable
 
 K, LABEL = 4096, b"model"
 FIRST = (10**15, 100)

@@ -5,9 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvarve.storage.hf3fs.metadata.base import Slot
 from kvarve.storage.hf3fs.metadata.entries import COMMITTED, RESERVED, Row
-from kvarve.storage.hf3fs.metadata.table import QUARANTINE_S, SlotTable
+from kvarve.storage.hf3fs.metadata.service import Slot
+from kvarve.storage.hf3fs.metadata.slot_table import QUARANTINE_S, SlotTable
 
 K = 4096
 FIRST = 10**11

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 import pytest
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.regions import HostRegion
 from kvarve.storage import check_storage
 from kvarve.storage.mooncake import client as mooncake_client
-from kvarve.storage.mooncake import settings as mooncake_settings
+from kvarve.storage.mooncake import mooncake_settings
 from kvarve.storage.mooncake.client import LIBRARY_PATIENCE_S, Client, address_of
-from kvarve.storage.mooncake.settings import Settings, read_settings
-from kvarve.storage.mooncake.storage import MooncakeStorage
+from kvarve.storage.mooncake.mooncake_settings import Settings, read_settings
+from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
 from kvarve.storage.urls import parse_url
+from kvarve.system.regions import HostRegion
 from kvarve.testing.suite import put
 
 TRANSFER_FAILED, OK = -800, 0

@@ -25,10 +25,10 @@ from mooncake_cluster import (
 from processes import until
 
 from kvarve.errors import StorageError
-from kvarve.regions import HostRegion
 from kvarve.storage.mooncake.client import Client, address_of, library
-from kvarve.storage.mooncake.settings import Settings
-from kvarve.storage.mooncake.storage import MooncakeStorage
+from kvarve.storage.mooncake.mooncake_settings import Settings
+from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
+from kvarve.system.regions import HostRegion
 from kvarve.testing.suite import get, put, there
 
 pytestmark = pytest.mark.long  # the suite of every storage, and a library that imitates this one, are in the short form

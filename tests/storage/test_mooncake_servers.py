@@ -9,8 +9,8 @@ import pytest
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, kill, own_network, require_mooncake
 from processes import until
 
-from kvarve import demo
-from kvarve.commands import Demo
+from kvarve.reference.demo import demo
+from kvarve.settings.commands import Demo
 
 pytestmark = pytest.mark.long
 WORDS = ("cat", "sat", "mat", "and", "dog", "lay", "under", "the", "tree", "while", "rain", "fell", "all", "night")

@@ -9,7 +9,7 @@ from light import light
 from redis_server import RedisServer, free_port
 
 from kvarve.storage import Storage, open_storage
-from kvarve.storage.redis.backend import read_settings
+from kvarve.storage.redis.redis_backend import read_settings
 from kvarve.storage.urls import parse_url
 from kvarve.testing.suite import (
     LABEL,

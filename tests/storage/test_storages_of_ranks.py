@@ -13,8 +13,8 @@ from hf3fs_mounts import Bindfs
 from hf3fs_server import end_servers
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, own_network, require_mooncake
 
-from kvarve import demo
-from kvarve.served import served
+from kvarve.reference.demo import demo
+from kvarve.reference.server.server_process import served
 
 pytestmark = pytest.mark.long
 ANSWER_S = 300.0  # for one answer, on a slow machine

@@ -14,8 +14,8 @@ from tier_rows import LONG_S, ROOM, MakeRow, Row, page, read, whole
 
 from gates import Gate
 from kvarve.errors import StorageError
-from kvarve.regions import HostRegion
 from kvarve.storage import MemoryStorage, Storage, StorageUsage
+from kvarve.system.regions import HostRegion
 from kvarve.testing import Rule
 from kvarve.testing.suite import get, put
 

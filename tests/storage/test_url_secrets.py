@@ -2,12 +2,12 @@
 
 import pytest
 
-from kvarve.config import CacheConfig
+from kvarve.cache.config import CacheConfig
+from kvarve.connectors.sglang.hicache import Settings as HiCacheSettings
+from kvarve.connectors.vllm.tier_settings import TierSettings
+from kvarve.connectors.written import Given
 from kvarve.errors import ConfigError
-from kvarve.integrations.given import Given
-from kvarve.integrations.hicache import Settings as HiCacheSettings
-from kvarve.integrations.tier_settings import TierSettings
-from kvarve.server.settings import Settings
+from kvarve.reference.server.serve_settings import Settings
 from kvarve.storage import Backend, MemoryStorage, check_storage
 from kvarve.storage.urls import parse_url, shown
 from kvarve.testing.suite import LABEL

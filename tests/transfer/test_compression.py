@@ -16,10 +16,10 @@ from kvarve.memory import encodings
 from kvarve.memory.encodings import codec
 from kvarve.memory.record import HEADER_BYTES, whole
 from kvarve.memory.seals import Tag
-from kvarve.regions import HostRegion
 from kvarve.storage import MemoryStorage, Storage, Tiers, open_storage
-from kvarve.storage.memory import forget_memory
+from kvarve.storage.memory_storage import forget_memory
 from kvarve.storage.urls import check_storage
+from kvarve.system.regions import HostRegion
 from kvarve.testing import ByteCapacitySuite, MakeStorage, StorageSuite
 from kvarve.testing.suite import Damage, get, put
 from kvarve.testing.suite_use import OBJECT_BYTES

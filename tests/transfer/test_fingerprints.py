@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvarve.core.effects import Copy, Ended, Page, Verified
-from kvarve.keys import object_name
-from kvarve.memory import copies
+from kvarve.core.copies.effects import Copy, Ended, Page, Verified
+from kvarve.memory import page_copies
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.fingerprints import Fingerprints
 from kvarve.memory.record import HEADER_BYTES
-from kvarve.model import BufferSpec, PoolSpec, Tier
+from kvarve.pages.keys import object_name
+from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
 from kvarve.storage import MemoryStorage
-from kvarve.transfer.engine import TransferEngine
+from kvarve.transfer.transfer_engine import TransferEngine
 
 POOL = PoolSpec("attention", (BufferSpec("k", (4, 3), "float32"), BufferSpec("v", (4, 2), "bfloat16")), None)
 NAMESPACE, ROOT, LONG_S = b"m" * 32, b"r" * 32, 20.0
@@ -46,14 +46,14 @@ class Cache:
     """Three pages on the device, and copies that alter page 1 once they are `armed`."""
 
     def __init__(self, share: float, monkeypatch: pytest.MonkeyPatch, layerwise: bool = False) -> None:
-        self.armed, honest = False, copies.by_piece
+        self.armed, honest = False, page_copies.by_piece
 
         def altering(target: Any, source: Any, to: Sequence[slice], at: Sequence[slice]) -> None:
             honest(target, source, to, at)
             if self.armed:
                 target[np.r_[tuple(to)][1], 0] ^= 1
 
-        monkeypatch.setattr(copies, "by_piece", altering)
+        monkeypatch.setattr(page_copies, "by_piece", altering)
         self.device, self.host = DeviceArena(POOL, 6), HostArena(POOL, 6, NAMESPACE)
         for tensor in self.device.buffers.values():
             tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from gates import threads
-from kvarve.core.effects import Ended, Event
+from kvarve.core.copies.effects import Ended, Event
 from kvarve.errors import StorageError
 from kvarve.transfer.lanes import MOST_HANGING, PASSED, Ends, Lane
 

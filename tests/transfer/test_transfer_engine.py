@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvarve.core.effects import Copy, Ended, Hurry, Page, Probe, Refusal
-from kvarve.core.settings import LOAD_DEADLINE_S
-from kvarve.keys import object_name
+from kvarve.core.copies.effects import Copy, Ended, Hurry, Page, Probe, Refusal
+from kvarve.core.core_config import LOAD_DEADLINE_S
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
-from kvarve.model import BufferSpec, PoolSpec, Tier
-from kvarve.regions import HostRegion
+from kvarve.pages.keys import object_name
+from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
 from kvarve.storage import MemoryStorage, Storage, StorageUsage
+from kvarve.system.regions import HostRegion
 from kvarve.testing import FaultyStorage, Rule
-from kvarve.transfer.engine import TransferEngine
+from kvarve.transfer.transfer_engine import TransferEngine
 
 KV = PoolSpec("attention", (BufferSpec("k", (4, 3), "float32"), BufferSpec("v", (4, 2), "bfloat16")), None)
 STATE = PoolSpec("state", (BufferSpec("conv", (1500,), "float32"),), 1, in_place=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvarve.bench.inputs import Conversation, Turn
+from kvarve.bench.bench_settings import Accuracy
 from kvarve.bench.load import Record, Round, connected
 from kvarve.bench.run import check, compared, in_rounds, shown, target
-from kvarve.bench.settings import Accuracy
-from kvarve.engine.recall import recall_task
+from kvarve.bench.workloads import Conversation, Turn
 from kvarve.errors import ConfigError
+from kvarve.reference.engine.recall import recall_task
 from kvarve.reports import Printer, plain_table
 
 FILE_BYTES = 256 << 20

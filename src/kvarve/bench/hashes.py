@@ -8,10 +8,10 @@ every later check; this finds it.
 import asyncio
 import re
 
-from kvarve.bench.inputs import multiturn
+from kvarve.bench.bench_settings import Hash, Multiturn
 from kvarve.bench.load import Round, connected
 from kvarve.bench.run import check, in_rounds, shown, target
-from kvarve.bench.settings import Hash, Multiturn
+from kvarve.bench.workloads import multiturn
 from kvarve.errors import KvarveError
 from kvarve.reports import Printer, plain_table
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from kvarve.bench.inputs import Conversation, Turn
+from kvarve.bench.workloads import Conversation, Turn
 from kvarve.errors import KvarveError
 
 TIMEOUT_S = 600.0  # without a byte of an answer

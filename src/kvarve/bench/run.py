@@ -12,14 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from kvarve.bench.bench_settings import Load, Target
 from kvarve.bench.figures import figures, same_answers, table
-from kvarve.bench.inputs import Conversation, warm_up
 from kvarve.bench.load import Client, Record, Round, arrivals, connected, send_all
-from kvarve.bench.settings import Load, Target
+from kvarve.bench.workloads import Conversation, warm_up
 from kvarve.errors import ConfigError, KvarveError
-from kvarve.options import needs
+from kvarve.reference.server.server_process import served
 from kvarve.reports import Printer, check_file
-from kvarve.served import served
+from kvarve.settings.options import needs
 
 MEMORY = ("--device-memory", "1GiB", "--host-memory", "2GiB")
 MODEL, STORAGE = "builtin:tiny-hybrid", "--storage"

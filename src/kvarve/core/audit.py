@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvarve.core.cache import Core
-from kvarve.core.lease import WAITS_FOR, Phase
-from kvarve.core.pins import Pins
-from kvarve.core.tree import NOWHERE, Run
-from kvarve.model import Tier
+from kvarve.core.requests.lease import WAITS_FOR, Phase
+from kvarve.core.tree.pins import Pins
+from kvarve.core.tree.tree import NOWHERE, Run
+from kvarve.pages.pools import Tier
 
 
 class BrokenLaw(AssertionError):

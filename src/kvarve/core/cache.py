@@ -11,20 +11,20 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from kvarve import boundaries
-from kvarve.boundaries import deepest, ones
-from kvarve.core.copies import FETCH, LOAD, PROBE, STORE, Op, PartOutcome
-from kvarve.core.effects import Began, Effect, Ended, Event, Verified
-from kvarve.core.growth import Growing
-from kvarve.core.hot import Hot, HotPrefix
-from kvarve.core.lease import WAITS_FOR, Cause, Lease, Phase
+from kvarve.core.copies.effects import Began, Effect, Ended, Event, Verified
+from kvarve.core.copies.in_flight import FETCH, LOAD, PROBE, STORE, Op, PartOutcome
+from kvarve.core.observe.hot import Hot, HotPrefix
+from kvarve.core.observe.page_events import Residency
+from kvarve.core.observe.reasons import Reason, explain
 from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
-from kvarve.core.prefetch import LOOK_AHEAD
-from kvarve.core.reasons import Reason, explain
-from kvarve.core.residency import Residency
-from kvarve.core.tree import same_pages, upward, walk
+from kvarve.core.requests.growth import Growing
+from kvarve.core.requests.lease import WAITS_FOR, Cause, Lease, Phase
+from kvarve.core.requests.prefetch import LOOK_AHEAD
+from kvarve.core.tree.tree import same_pages, upward, walk
 from kvarve.errors import ConfigError
-from kvarve.model import Tier
+from kvarve.pages import boundaries
+from kvarve.pages.boundaries import deepest, ones
+from kvarve.pages.pools import Tier
 
 
 class Hit(NamedTuple):

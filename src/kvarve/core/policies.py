@@ -8,8 +8,8 @@ from enum import Enum
 from functools import cached_property
 from math import inf
 
-from kvarve.core.eviction import ORDERS
-from kvarve.core.snapshots import Snapshots
+from kvarve.core.requests.snapshots import Snapshots
+from kvarve.core.slots.orders import ORDERS
 from kvarve.errors import ConfigError
 
 

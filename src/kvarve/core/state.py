@@ -3,14 +3,14 @@
 A part may ask and change another part through the state, as eviction does, which has to back up pages first.
 """
 
-from kvarve.core.backups import Backups
-from kvarve.core.copies import Copies
-from kvarve.core.hot import Hot
-from kvarve.core.lease import Lease
-from kvarve.core.paths import Paths
-from kvarve.core.prefetch import Prefetch
-from kvarve.core.settings import CoreConfig, Counters
-from kvarve.core.slot_pools import SlotPools
+from kvarve.core.copies.backups import Backups
+from kvarve.core.copies.in_flight import Copies
+from kvarve.core.core_config import CoreConfig, Counters
+from kvarve.core.observe.hot import Hot
+from kvarve.core.requests.lease import Lease
+from kvarve.core.requests.paths import Paths
+from kvarve.core.requests.prefetch import Prefetch
+from kvarve.core.slots.slot_pools import SlotPools
 
 
 class State:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kvarve.errors import ConfigError
 from kvarve.memory.device_memory import Addresses, DeviceMemory
-from kvarve.memory.heap import discard
 from kvarve.memory.host_memory import HostMemory
 from kvarve.memory.parts import Parts
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.memory.seals import CHECKSUM, Seal
-from kvarve.model import PoolSpec
-from kvarve.regions import HostRegion
+from kvarve.pages.pools import PoolSpec
+from kvarve.system.heap import discard
+from kvarve.system.regions import HostRegion
 
 
 class DeviceArena:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
-from kvarve.sizes import format_size
+from kvarve.pages.sizes import format_size
 
 log = logging.getLogger(__name__)
 

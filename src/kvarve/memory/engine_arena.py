@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
-from kvarve.handles import NULL_BLOCK, blocks_of
-from kvarve.model import BufferSpec, PoolSpec
+from kvarve.pages.blocks import NULL_BLOCK, blocks_of
+from kvarve.pages.pools import BufferSpec, PoolSpec
 
 
 class EngineArena:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvarve.errors import ConfigError
 from kvarve.memory.device_memory import OnGpu
-from kvarve.regions import HostRegion
-from kvarve.sizes import format_size
+from kvarve.pages.sizes import format_size
+from kvarve.system.regions import HostRegion
 
 PORTABLE, MAPPED = 1, 2  # flags of cudaHostRegister: for all contexts; in the GPU's address space
 _MADV_WIPEONFORK = 18  # on Linux; not in the standard library

@@ -11,21 +11,21 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvarve.errors import ConfigError
-from kvarve.metrics import cache, requests, sglang, vllm
+from kvarve.metrics import cache_families, request_families, sglang_names, vllm_names
 from kvarve.metrics.snapshot import Snapshot
 
 Families = Callable[[Snapshot], Iterator[Metric]]
 
 # Other servers whose names may be asked for.
-OTHERS: Mapping[str, Families] = {"vllm": vllm.families, "sglang": sglang.families}
+OTHERS: Mapping[str, Families] = {"vllm": vllm_names.families, "sglang": sglang_names.families}
 
 __all__ = ["OTHERS", "Metrics", "Snapshot", "own", "parse_compat"]
 
 
 def own(now: Snapshot) -> Iterator[Metric]:
     """The metrics under kvarve's names."""
-    yield from requests.families(now)
-    yield from cache.families(now)
+    yield from request_families.families(now)
+    yield from cache_families.families(now)
 
 
 def parse_compat(setting: str) -> tuple[str, ...]:

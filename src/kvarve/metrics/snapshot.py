@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvarve.core.levels import Ages
-from kvarve.core.reasons import HITS, Reason
-from kvarve.histograms import Histogram
+from kvarve.core.observe.histograms import Histogram
+from kvarve.core.observe.levels import Ages
+from kvarve.core.observe.reasons import HITS, Reason
 from kvarve.storage.base import StorageUsage
 from kvarve.transfer.flows import Flow
 

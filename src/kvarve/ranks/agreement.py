@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from kvarve.core.effects import Began, Ended, Event, Verified, agreed
+from kvarve.core.copies.effects import Began, Ended, Event, Verified, agreed
 
 
 class Proposal(NamedTuple):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-from kvarve.core.effects import Began, Ended, Event, Refusal, Verified
+from kvarve.core.copies.effects import Began, Ended, Event, Refusal, Verified
 from kvarve.ranks.agreement import AgreedStep, Proposal, Votes, granted
 from kvarve.ranks.star import Dead, GroupEnded, Late, Star, named
 

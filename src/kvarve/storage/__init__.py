@@ -2,8 +2,8 @@
 
 from kvarve.storage.base import Storage, StorageUsage, deadline, left_s
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.file.storage import FileStorage
-from kvarve.storage.memory import MemoryStorage
+from kvarve.storage.file.file_storage import FileStorage
+from kvarve.storage.memory_storage import MemoryStorage
 from kvarve.storage.tiers import Tiers
 from kvarve.storage.urls import Backend, StorageUrl, check_storage, open_storage
 

@@ -13,7 +13,7 @@ from math import inf
 from typing import Protocol
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.regions import HostRegion
+from kvarve.system.regions import HostRegion
 
 # "." and ".." are names of folders, so they cannot be names of objects.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,200}")

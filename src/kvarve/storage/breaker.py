@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvarve.background import BackgroundCall
 from kvarve.errors import ConfigError, StorageError
-from kvarve.regions import HostRegion
 from kvarve.storage.base import ANY_NAME, Storage, StorageUsage, check_batch, check_names, check_pieces, deadline
+from kvarve.system.background import BackgroundCall
+from kvarve.system.regions import HostRegion
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from kvarve.background import WorkerPool
 from kvarve.errors import StorageError
-from kvarve.regions import HostRegion
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, in_group
 from kvarve.storage.breaker import Breaker
+from kvarve.system.background import WorkerPool
+from kvarve.system.regions import HostRegion
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from typing import ClassVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvarve.errors import ConfigError, KvarveError, StorageError
-from kvarve.regions import HostRegion
-from kvarve.sizes import parse_size
+from kvarve.pages.sizes import parse_size
 from kvarve.storage.base import ANY_NAME, Around, Damaged, Storage
 from kvarve.storage.breaker import Breaker
 from kvarve.storage.tiers import Tiers
+from kvarve.system.regions import HostRegion
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ The suites need pytest and hypothesis, so they are loaded when they are asked fo
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvarve.testing.faulty import FaultyStorage, Rule
-from kvarve.testing.world import World
+from kvarve.testing.faulty_storage import FaultyStorage, Rule
+from tests.sim.world import World
 
 if TYPE_CHECKING:
     from kvarve.testing.suite import ByteCapacitySuite, CapacitySuite, MakeStorage, QuotaSuite, StorageSuite, TtlSuite

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from kvarve.errors import ConfigError
 from kvarve.memory.encodings import Broken, Codec, codec, decode, encode, plain_bytes, pool_of
 from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
-from kvarve.regions import HostRegion
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.storage.base import Around, check_batch, check_pieces
 from kvarve.storage.urls import StorageUrl
+from kvarve.system.regions import HostRegion
 
 log = logging.getLogger(__name__)
 

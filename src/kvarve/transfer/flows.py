@@ -4,10 +4,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvarve.core.copies import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
-from kvarve.core.effects import Page
-from kvarve.histograms import BYTES, BYTES_PER_S, CALL_S, Histogram
-from kvarve.model import PoolSpec
+from kvarve.core.copies.effects import Page
+from kvarve.core.copies.in_flight import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
+from kvarve.core.observe.histograms import BYTES, BYTES_PER_S, CALL_S, Histogram
+from kvarve.pages.pools import PoolSpec
 
 LANES: Mapping[Edge, str] = {
     BACKUP: "device-to-host",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, TypeVar
 
-from kvarve.core.effects import Began, Ended, Event, Refusal
+from kvarve.core.copies.effects import Began, Ended, Event, Refusal
 from kvarve.errors import KvarveError
 
 log = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 
-from kvarve.background import Abandoned, BackgroundCall
-from kvarve.core.copies import FETCH, PROBE, STORE, Edge
-from kvarve.core.effects import Refusal
+from kvarve.core.copies.effects import Refusal
+from kvarve.core.copies.in_flight import FETCH, PROBE, STORE, Edge
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers
+from kvarve.system.background import Abandoned, BackgroundCall
 from kvarve.transfer.flows import LANES
 from kvarve.transfer.lanes import Ends, Lane
 

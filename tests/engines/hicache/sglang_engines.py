@@ -21,7 +21,7 @@ from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_p
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang_witness import Witness
 
-from kvarve.integrations.objects import BUFFERS
+from kvarve.connectors.sglang.objects import BUFFERS
 
 LAYOUTS = ("page_first_direct", "layer_first")
 LONG_S = 60.0

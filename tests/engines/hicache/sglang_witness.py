@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvarve.integrations import sglang as connector
+from kvarve.connectors.sglang import hicache_storage as connector
 from kvarve.storage import Breaker, open_storage
 from kvarve.testing import FaultyStorage
 

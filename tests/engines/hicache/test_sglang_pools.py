@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_inde
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_parallel
 
-from kvarve.integrations.sglang import HiCacheKvarve
+from kvarve.connectors.sglang.hicache_storage import HiCacheKvarve
 
 TOKENS, LAYERS, PAGES = 64, 3, 12
 KEYS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(6)]

@@ -8,10 +8,10 @@ import pytest
 from sglang_engines import KINDS, MakeFixtures, long
 from sglang_witness import Sick, Witness
 
-from kvarve.integrations import sglang as connector
-from kvarve.integrations.hicache import page_key
+from kvarve.connectors.sglang import hicache_storage as connector
+from kvarve.connectors.sglang.hicache import page_key
 from kvarve.testing import Rule
-from kvarve.testing.faulty import Fault
+from kvarve.testing.faulty_storage import Fault
 
 FULL, SWA, MAMBA, ALL = KINDS
 DAMAGE: tuple[Fault, ...] = ("lose", "truncate", "flip", "swap")

@@ -14,9 +14,9 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang_engines import KINDS, MakeFixtures, long
 
+from kvarve.connectors.sglang import hicache_storage as connector
+from kvarve.connectors.sglang.hicache import Ranks, Settings
 from kvarve.errors import ConfigError
-from kvarve.integrations import sglang as connector
-from kvarve.integrations.hicache import Ranks, Settings
 
 FULL = KINDS[0]
 

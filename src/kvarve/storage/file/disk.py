@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvarve.storage.mounts import mounts
+from kvarve.system.mounts import mounts
 
 # Other users of the machine may not read pages of prompts.
 _FILE_MODE, _FOLDER_MODE, _PARENT_MODE = 0o600, 0o700, 0o755

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.sizes import format_size
+from kvarve.pages.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, Damaged, check_owner, check_settings
 from kvarve.storage.file.clock import CLOCK
 from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection

@@ -18,6 +18,7 @@ import numpy as np
 from kvarve.errors import StorageError
 from kvarve.storage.file.clock import read_clock
 from kvarve.storage.file.disk import Directory, NotOurs
+from kvarve.storage.file.eviction_queue import LastUse
 from kvarve.storage.file.folder import (
     TABLE,
     Folder,
@@ -32,7 +33,6 @@ from kvarve.storage.file.folder import (
 from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.index import Index, Limits
 from kvarve.storage.file.moving import rescue
-from kvarve.storage.file.orders import LastUse
 from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, Slab, unlink
 from kvarve.storage.file.table import STORED, times

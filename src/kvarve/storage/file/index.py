@@ -17,25 +17,15 @@ import numpy as np
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import group_of
-from kvarve.storage.file.changes import Changes
+from kvarve.storage.file.change_file import Changes
 from kvarve.storage.file.clock import CLOCK, Clock
 from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.eviction_queue import ORDERS
 from kvarve.storage.file.folder import CHANGES, Folder, slab_name, slab_numbers
 from kvarve.storage.file.header import owner_of
-from kvarve.storage.file.orders import ORDERS
 from kvarve.storage.file.put import Put
 from kvarve.storage.file.slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink, without_tables
-from kvarve.storage.file.table import (
-    BROKEN,
-    DUPLICATE,
-    FREE,
-    RESERVED,
-    RETIRED,
-    STORED,
-    Columns,
-    Rows,
-    times,
-)
+from kvarve.storage.file.table import BROKEN, DUPLICATE, FREE, RESERVED, RETIRED, STORED, Columns, Rows, times
 
 log = logging.getLogger(__name__)
 

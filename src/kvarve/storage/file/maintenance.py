@@ -17,6 +17,7 @@ import numpy as np
 from kvarve.storage.base import group_of
 from kvarve.storage.file.clock import CLOCK, read_clock
 from kvarve.storage.file.disk import Directory, Disk, NotOurs
+from kvarve.storage.file.file_storage import FileStorage
 from kvarve.storage.file.folder import (
     Folder,
     Medium,
@@ -36,7 +37,6 @@ from kvarve.storage.file.folder import (
 from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of, without_tables
-from kvarve.storage.file.storage import FileStorage
 from kvarve.storage.file.table import BROKEN, STORED, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvarve.errors import StorageError
+from kvarve.storage.file.eviction_queue import ORDERS
 from kvarve.storage.file.index import Index
-from kvarve.storage.file.orders import ORDERS
 from kvarve.storage.file.slabs import RowAddress, RowSpan, Slab, blocks
 from kvarve.storage.file.table import FREE, STORED
 

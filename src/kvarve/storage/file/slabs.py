@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvarve.background import WorkerPool
 from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned
 from kvarve.storage.file.folder import TABLE, slab_name, slab_numbers
 from kvarve.storage.file.table import (
@@ -42,6 +41,7 @@ from kvarve.storage.file.table import (
     unpack_header,
     write_entries,
 )
+from kvarve.system.background import WorkerPool
 
 log = logging.getLogger(__name__)
 

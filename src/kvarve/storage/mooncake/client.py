@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.mooncake.settings import Settings
+from kvarve.storage.mooncake.mooncake_settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import re
 from pathlib import Path
 
 from kvarve.errors import ConfigError
-from kvarve.storage.hf3fs.metadata.base import MOST_NAMES, Extent, Found, Metadata, Slot
-from kvarve.storage.hf3fs.metadata.identity import STORE_FILE, identify, this_machine
-from kvarve.storage.hf3fs.metadata.local import LocalMetadata
-from kvarve.storage.hf3fs.metadata.memory import MemoryMetadata, named_table
-from kvarve.storage.hf3fs.metadata.redis import RedisMetadata, redis_settings
-from kvarve.storage.hf3fs.metadata.server import SOCKET
+from kvarve.storage.hf3fs.metadata.local_metadata import LocalMetadata
+from kvarve.storage.hf3fs.metadata.memory_metadata import MemoryMetadata, named_table
+from kvarve.storage.hf3fs.metadata.metadata_server import SOCKET
+from kvarve.storage.hf3fs.metadata.redis_metadata import RedisMetadata, redis_settings
+from kvarve.storage.hf3fs.metadata.service import MOST_NAMES, Extent, Found, Metadata, Slot
+from kvarve.storage.hf3fs.metadata.store_identity import STORE_FILE, identify, this_machine
 from kvarve.storage.redis.servers import library
 from kvarve.storage.urls import state_folder
 

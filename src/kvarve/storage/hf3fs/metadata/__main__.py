@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 
 from kvarve.errors import StorageError
-from kvarve.storage.hf3fs.metadata.server import serve
+from kvarve.storage.hf3fs.metadata.metadata_server import serve
 
 
 def main() -> int:

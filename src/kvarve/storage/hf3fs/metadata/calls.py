@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import StorageUsage, check_names
-from kvarve.storage.hf3fs.metadata.base import (
+from kvarve.storage.hf3fs.metadata.entries import PACKED
+from kvarve.storage.hf3fs.metadata.service import (
     MOST_EXTENTS,
     MOST_NAMES,
     SLOT_ALIGNMENT,
@@ -20,8 +21,7 @@ from kvarve.storage.hf3fs.metadata.base import (
     Metadata,
     Slot,
 )
-from kvarve.storage.hf3fs.metadata.entries import PACKED
-from kvarve.storage.hf3fs.metadata.table import SlotTable
+from kvarve.storage.hf3fs.metadata.slot_table import SlotTable
 
 MOST_SLOT_BYTES = 1 << 40
 _MOST_NUMBER = 1 << 63

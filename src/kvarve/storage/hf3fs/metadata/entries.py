@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvarve.storage.hf3fs.metadata.base import MOST_PLACES, Extent, Slot
+from kvarve.storage.hf3fs.metadata.service import MOST_PLACES, Extent, Slot
 
 RESERVED, COMMITTED, QUARANTINED = range(3)
 # The slot and the size of an entry as one object: a lookup of 128 among a million waits for memory most of its time.

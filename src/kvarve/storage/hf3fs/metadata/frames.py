@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvarve.storage.hf3fs.metadata.base import MOST_NAMES
 from kvarve.storage.hf3fs.metadata.calls import CALLS, BadCall
+from kvarve.storage.hf3fs.metadata.service import MOST_NAMES
 
 _HEADER = struct.Struct("<4sBxxxIII")
 HEADER_BYTES = _HEADER.size

@@ -9,9 +9,9 @@ import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
 
-from kvarve.storage.hf3fs.metadata.base import Extent, first_numbers
 from kvarve.storage.hf3fs.metadata.entries import Row
-from kvarve.storage.hf3fs.metadata.table import SlotTable
+from kvarve.storage.hf3fs.metadata.service import Extent, first_numbers
+from kvarve.storage.hf3fs.metadata.slot_table import SlotTable
 
 _FORMAT = 1
 _TABLES = """

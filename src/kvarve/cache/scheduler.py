@@ -1,0 +1,496 @@
+"""`CacheScheduler` decides which pages a request resumes from, and which copies come next; workers move the bytes.
+
+It is the pure core with what an engine's scheduler process needs beside it: keys of prompts, the time and the inputs
+that the ranks agree on, and changes of the storage. It knows no tensor, thread or file, and reads no clock. Reports of
+a worker come in (`step`), orders for it go out (`take`), both plain data (`messages.py`): the worker may live in
+another process. Leases stay here; across a process they are known by their number.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvarve.cache.config import CacheConfig
+from kvarve.cache.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
+from kvarve.cache.storage_changes import Changes
+from kvarve.core.audit import audit
+from kvarve.core.cache import Core, Hit, Hottest
+from kvarve.core.copies.effects import Release, canonical
+from kvarve.core.core_config import CoreConfig, Counters, Slots
+from kvarve.core.observe import headroom
+from kvarve.core.observe.headroom import Demand
+from kvarve.core.observe.levels import Ages, pinned
+from kvarve.core.observe.page_events import Residency
+from kvarve.core.observe.reasons import Reason
+from kvarve.core.requests.engine_blocks import EngineCore, core_for
+from kvarve.core.requests.lease import Lease
+from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, heads, names, pack, root_key
+from kvarve.pages.pools import MEMORY_TIERS, ModelIdentity, Tier
+from kvarve.pages.ticket import HandOverError, Ticket
+from kvarve.ranks.agreement import Agreement, Alone
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between two looks at how many slots are pinned
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Packed tokens and the root key, as the core takes them (`CacheScheduler.prompt`)."""
+
+    root: bytes
+    tokens: bytes
+    page_tokens: int
+    heads: bytes = b""  # what its full pages begin with, where residency is told
+
+    @cached_property
+    def keys(self) -> bytes:
+        """The keys of all full pages, concatenated; computed when they are first asked for."""
+        return names(self.root, b"", self.tokens, self.page_tokens)
+
+
+class CacheScheduler:
+    """Decides for one rank of one model; its worker has the same identity and settings.
+
+    A request's life: `open`, then `step` and `claim` until ready, `pages` to resume from, `grow` and `publish` for each
+    chunk computed, `close`. After any of these the orders in `take` go to the worker.
+    """
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        config: CacheConfig,
+        slots: Slots,
+        *,
+        storage: bool = False,
+        only_read: bool = False,
+        agreement: Agreement | None = None,
+        prefill_tokens: int = 0,
+    ) -> None:
+        """`slots`: of each memory tier and pool, as the worker has them (`CacheWorker.slots`); without the device, the
+        nearest tier is an engine's. `storage`: whether the worker begins with one; `only_read`: in which nothing is
+        to be stored. `prefill_tokens`: what the engine computes at once, if that is more than the identity's chunk."""
+        self.identity, self.config = identity, config
+        self.pools = identity.pools
+        self.now = 0.0  # the ranks agree on the time in each step
+        self._agreement = agreement or Alone()
+        self._early: list[Lease] = []  # opened before the first step, which sets their deadlines
+        self._namespace = identity.fingerprint()
+        shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
+        self.core = core_for(
+            CoreConfig(*shape, storage=storage, policies=config.policies, prefill_tokens=prefill_tokens)
+        )
+        self._attached = storage
+        self.core.backups.only_read = only_read
+        self._changes = Changes()
+        self._orders: list[Order] = []  # not taken yet; those of the core come after them
+        self._pinned, self._look_s = [0] * len(self.core.slot_pools.capacity), 0.0  # and when to look again
+
+    # --- a request's life
+
+    def lookup(self, tokens: Tokens | Prompt, salt: str = "", present: Sequence[int] = ()) -> Hit:
+        """How deep a prompt could resume now, in pages; changes nothing. `present`: by pool, the pages (bits) that an
+        engine has on a device of its own."""
+        known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
+        return self.core.lookup(known.root, known.tokens, present)
+
+    def prompt(self, tokens: Tokens, salt: str = "") -> Prompt:
+        """Prepare a prompt for `open`; from any thread, since a long prompt takes a while.
+
+        ValueError if a token does not fit into 32 bits or the salt cannot be encoded.
+        """
+        packed = pack(tokens)
+        known_by, head = self._known_by(packed), self._heads(packed)
+        return Prompt(root_key(self._namespace, salt), known_by, self.identity.page_tokens, head)
+
+    def open(
+        self,
+        tokens: Tokens | Prompt,
+        salt: str = "",
+        read: bool = True,
+        priority: int = 0,
+        ticket: Ticket | None = None,
+        unix_s: float = 0.0,
+        present: Sequence[int] = (),
+        again: bool = False,
+    ) -> Lease:
+        """Open a lease for a request that begins to wait: its pages in storage are prefetched. With `read` false it
+        resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority.
+
+        With a `ticket` it waits for storage, if need be, until the ticket's time, but no longer than for a call that
+        hangs; `unix_s` is the Unix time of the request, on all ranks the same. ConfigError for a ticket of another
+        prompt, salt, model, layout or sharding. `present`: what an engine has of the prompt, as in `lookup`. `again`:
+        the request has had another lease for this prompt (see `Core.open`).
+        """
+        known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
+        patience, expected = self.config.policies.patience(), (0, 0.0)
+        if ticket is not None:
+            self.check_ticket(ticket, known)
+            coming_s = min(ticket.until_s - unix_s, self.config.policies.storage_deadline_s)
+            patience = replace(patience, base_s=max(patience.base_s, coming_s))
+            expected = ticket.boundary, max(0.0, coming_s)
+        named = known.keys if ticket is not None else b""
+        rest = patience, read, priority, present, expected, named, known.heads, again
+        lease = self.core.open(known.root, known.tokens, self.now, *rest)
+        if not self.now:
+            self._early.append(lease)
+        return lease
+
+    def claim(self, lease: Lease, present: Sequence[int] | None = None) -> bool:
+        """The engine admits this request, so its pages are loaded to the device; True once the lease is ready.
+
+        Ask again after each `step` (see `Core.claim`). Over an engine's blocks: with what the engine has now
+        (`present`) and holds until it closes the lease; a lease that is OFFERED then waits for `load`.
+        """
+        return self.core.claim(lease, self.now, present)
+
+    def load(self, lease: Lease, targets: Sequence[Mapping[int, int]]) -> None:
+        """Copy the pages that a lease offers into blocks of the engine (see `EngineCore.load`)."""
+        self._engine_core().load(lease, targets)
+
+    def save(self, lease: Lease, pages: Sequence[Mapping[int, int]]) -> list[int]:
+        """Copy pages out of blocks of the engine; which of them (see `EngineCore.save`)."""
+        return self._engine_core().save(lease, pages)
+
+    def kept(self, lease: Lease, coming: bool = True) -> int:
+        """How many of the first pages need no saving any more (see `EngineCore.kept`)."""
+        return self._engine_core().kept(lease, coming)
+
+    def released(self) -> list[Release]:
+        """The blocks that are the engine's again since the last call: the copies that used them have ended."""
+        return self._engine_core().released()
+
+    def uses_blocks(self) -> bool:
+        """Whether a copy in flight uses an engine's blocks."""
+        return any(Tier.DEVICE in op.edge for op in self.core.copies.ops.values())
+
+    def waiting_for(self, op: int) -> Lease | None:
+        """The lease for which a copy is made."""
+        return self.core.copies.ops[op].lease
+
+    def freed(self) -> list[tuple[int, int]]:
+        """The host's slots (pool, slot) that have become free since the last call; the first call says nothing."""
+        slot_pools = self.core.slot_pools
+        freed, slot_pools.freed = slot_pools.freed or [], []
+        tiers = ((slot_pools.tier(place), place % len(self.pools), slot) for place, slot in freed)
+        return [(pool, slot) for tier, pool, slot in tiers if tier is Tier.HOST]
+
+    def explain(self, lease: Lease) -> dict[Reason, int]:
+        """Why the tokens of a lease's prompt were cached or not (see `Core.explain`)."""
+        return self.core.explain(lease)
+
+    def hottest(self, count: int) -> list[Hottest]:
+        """The prefixes that requests have resumed from most lately (see `Core.hottest`)."""
+        return self.core.hottest(count)
+
+    def _engine_core(self) -> EngineCore:
+        assert isinstance(self.core, EngineCore), "this cache has device slots of its own"
+        return self.core
+
+    def _own_device(self) -> Core:
+        assert not isinstance(self.core, EngineCore), "an engine owns the device and its slots"
+        return self.core
+
+    def resumed(self, lease: Lease) -> None:
+        """Unpin the windows and states that the engine resumed from (see `Core.resumed`)."""
+        self.core.resumed(lease)
+
+    def extend(self, lease: Lease, tokens: Tokens, replaced: int = 0) -> None:
+        """Append tokens to the sequence of a ready lease, in place of its last `replaced` ones (see `Core.extend`)."""
+        chunk_bytes = self.identity.chunk_tokens * TOKEN_BYTES
+        stays = len(lease.tokens) - replaced * TOKEN_BYTES
+        whole = stays // chunk_bytes * chunk_bytes
+        packed = lease.tokens[whole:stays] + pack(tokens)
+        self.core.extend(lease, self._known_by(packed), len(lease.tokens) - whole, self._heads(packed))
+
+    def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
+        """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
+        return {pool.name: self._own_device().slots(lease, i) for i, pool in enumerate(self.pools)}
+
+    def reserve(self, lease: Lease, upto: int) -> bool:
+        """Reserve device slots for a ready lease to compute in, up to a page; False if there are too few now (see
+        `Core.reserve`)."""
+        return self._own_device().reserve(lease, upto)
+
+    def block_table(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
+        """The device slots of a chain's pages from `start` on (see `Core.block_table`)."""
+        return self._own_device().block_table(
+            lease, next(i for i, each in enumerate(self.pools) if each.name == pool), start
+        )
+
+    def mark(self, lease: Lease, boundary: int) -> bool:
+        """Have a ready lease keep its windows and states at a boundary too (see `Core.mark`)."""
+        return self.core.mark(lease, boundary)
+
+    def short(self, lease: Lease, upto: int) -> bool:
+        """Whether `grow` would keep fewer pages now than in a moment, when evictions that this starts have freed
+        slots."""
+        return self._own_device().short(lease, upto)
+
+    def keepable(self, lease: Lease) -> int:
+        """The page up to which this request can be kept (see `Core.keepable`)."""
+        return self.core.keepable(lease)
+
+    def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
+        """Reserve slots for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
+
+        If slots run out fewer pages are kept. Never waits: under write-back ask `short` first.
+        """
+        fresh = self._own_device().grow(lease, upto)
+        return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
+
+    def publish(self, lease: Lease, upto: int) -> None:
+        """Give the pages before `upto`, which the engine has filled, to the tree."""
+        self._own_device().publish(lease, upto)
+
+    def close(self, lease: Lease) -> None:
+        """Close a lease in any phase."""
+        self.core.close(lease)
+
+    def export(self, lease: Lease, until_s: float, prompt: Prompt | None = None) -> Ticket | None:
+        """Hand a ready lease's prompt over: a ticket for the pages that have been published, which go to storage now
+        whatever the write policy, and are expected there until `until_s` (Unix time). If the lease has grown beyond its
+        `prompt`, the pages of the answer go to storage too, but the ticket is for the prompt. None without a storage in
+        which pages are stored.
+        """
+        if not self._attached or self.core.backups.only_read:
+            return None
+        boundary, identity = self.core.hand_over(lease), self.identity
+        if prompt is not None:
+            boundary = min(boundary, self.core.lookup(prompt.root, prompt.tokens).memory)
+        key = lease.key(boundary - 1).hex() if boundary else ""
+        model = self._namespace.hex()
+        return Ticket(lease.root.hex(), key, boundary, until_s, model, identity.layout, identity.ranks)
+
+    def check_ticket(self, ticket: Ticket, prompt: Prompt) -> None:
+        """HandOverError unless `open` takes this ticket for a prompt; from any thread, since it hashes the prompt."""
+        ticket.check(self.identity, prompt.root)
+        end = ticket.boundary * KEY_BYTES
+        if len(prompt.keys) < end or prompt.keys[max(0, end - KEY_BYTES) : end].hex() != ticket.key:
+            raise HandOverError("the ticket is of another prompt: give the request the prompt that was prefilled")
+
+    # --- what admission asks: these change nothing
+
+    def capacity_tokens(self) -> int:
+        """The longest sequence that fits on the device, in tokens."""
+        slot_pools = self._own_device().slot_pools
+        pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
+        return pages * self.identity.page_tokens
+
+    def moved(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The device's extents that have left a pool since the last call, and those that have joined one (see
+        `Extents.moved`)."""
+        extents = self.core.slot_pools.extents[0]
+        if extents is None or Tier.DEVICE not in self.core.config.slots:
+            return [], []
+        return extents.moved()
+
+    def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
+        """The loose device slots, and how many each lease would take up to a page (see `headroom.demand`)."""
+        return headroom.demand(self._own_device(), asked)
+
+    def device_state(self) -> tuple[tuple[int, ...], frozenset[int]]:
+        """What a request waits for that got too few device slots (see `headroom.device_state`)."""
+        return headroom.device_state(self._own_device())
+
+    def making_room(self) -> bool:
+        """Whether evictions wait for copies in flight (see `headroom.making_room`)."""
+        return headroom.making_room(self.core)
+
+    def copying(self) -> bool:
+        """Whether copies in flight pin device pages or own device slots."""
+        return headroom.copying(self.core)
+
+    def found(self, lease: Lease) -> int:
+        """The boundary at which a lease's prompt could resume from memory now."""
+        return self.core.lookup(lease.root, lease.tokens).memory
+
+    def shape(self) -> int:
+        """A number that changes with every page position that enters or leaves the tree, as `found` may then."""
+        return self.core.slot_pools.shape
+
+    def shared_prefix(self, ahead: Lease, behind: Lease) -> int:
+        """The deepest boundary at which `behind` could resume from pages that `ahead` keeps."""
+        return self.core.shared_prefix(ahead, behind)
+
+    # --- time passes
+
+    def step(self, report: Report, now: float, says: bytes = b"") -> bytes:
+        """Once per turn of the engine, at this rank's time `now`: apply what the worker reports, as far as all ranks
+        agree on it; then what is due. Returns what rank 0 says to all ranks for this turn, here or there."""
+        if report.proposed is not None:
+            self._changes.propose(report.proposed)
+        agreed = self._agreement.agree(
+            report.events, now, report.up, self._changes.proposal, waiting=self._waiting(), says=says
+        )
+        self.now = agreed.now
+        while self._early:
+            self._early.pop().postpone(self.now)
+        self.core.step(agreed.events, self.now)
+        if self._changes.pending is None or not self._decide(self._changes.pending, agreed.granted):
+            self._follow_storage(agreed.up)
+        if self.now >= self._look_s:
+            self._pinned, self._look_s = pinned(self.core), self.now + LOOK_S
+        return agreed.said
+
+    def _waiting(self) -> bool:
+        """Whether anything waits for the ranks to agree: a copy or probe in flight, or an engine that computes
+        nothing."""
+        return self.in_flight() or not any(lease.ready for lease in self.core.leases.values())
+
+    def in_flight(self) -> bool:
+        """Whether a copy or probe is in flight."""
+        return bool(self.core.copies.ops)
+
+    def take(self) -> list[Order]:
+        """The orders since the last call, for the worker to carry out in this order."""
+        orders, self._orders = [*self._orders, *self.core.take()], []
+        for order in orders if self.ranks > 1 else ():
+            if not isinstance(order, ChangeMade | ChangeRefused):  # of what only this rank may have proposed
+                self._agreement.note(canonical(order))
+        return orders
+
+    def note(self, decided: bytes) -> None:
+        """Something that the engine of this rank has decided: those of all ranks have to decide alike."""
+        self._agreement.note(decided)
+
+    def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS) -> int:
+        """Evict every unpinned page from memory tiers; returns how many went at once."""
+        return self.core.flush(tiers)
+
+    def retry(self) -> None:
+        """End the back-off of stores: one is tried in the next step."""
+        self.core.retry()
+
+    def cleared(self) -> None:
+        """The storage has been emptied: pages in memory are dirty again, by the policy."""
+        self.core.cleared()
+
+    def back_up(self) -> None:
+        """Mark all pages in memory dirty, whatever the write policy."""
+        self.core.back_up()
+
+    def idle(self) -> bool:
+        """Whether no copy is in flight, except to or from a storage that is gone or down, and no pending backup can be
+        sent."""
+        return self.core.idle()
+
+    def dirty(self) -> int:
+        """How many pages in memory are dirty; 0 without a storage, but not with one that is down."""
+        return self.core.dirty()
+
+    def patience_ends(self) -> float:
+        """The earliest deadline of a claimed lease that still waits: it then goes on with the pages that it has."""
+        return self.core.patience_ends()
+
+    def fail(self, why: str) -> str:
+        """This rank cannot go on: the others are told; which rank is at fault, and why."""
+        return self._agreement.fail(why)
+
+    @property
+    def storage_up(self) -> bool:
+        """Whether a storage is attached and answers, by what the ranks agreed on."""
+        return self.core.copies.storage
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks, each with a scheduler, share this cache."""
+        return self._agreement.ranks
+
+    # --- changes of the storage
+
+    def _decide(self, change: ChangeProposed, granted: bool | None) -> bool:
+        """Make a change that all ranks propose, or give it up; whether it was made."""
+        decision = self._changes.decide(granted, self.now)
+        if decision is None:
+            return False
+        made = isinstance(decision, ChangeMade)
+        if made:
+            self.core.write_by(change.config.policies.write)  # first: the new policy decides which pages are dirty
+            self.core.backups.only_read = change.only_read
+            if change.attach:
+                self.core.attach(change.back_up)
+            else:
+                self.core.detach()
+            self.config, self._attached = change.config, change.attach
+        self._orders += [*self.core.take(), decision]  # copies sent before it go to the storage before
+        if made:
+            self.core.step((), self.now)  # the copies that follow from it are sent at once
+        return made
+
+    def _follow_storage(self, up: bool) -> None:
+        """Go on without a storage that is down on any rank; once it is up again it gets the pages that are dirty."""
+        if not self._attached or up == self.storage_up:
+            return
+        log.warning("storage %s", "is back: it gets what was written meanwhile" if up else "is down: on without it")
+        if up:
+            self.core.attach(again=True)
+        else:
+            self.core.detach(down=True)
+        self.core.step((), self.now)
+
+    # --- figures
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start, in pages."""
+        return self.core.counters
+
+    @property
+    def ages(self) -> Ages:
+        """How long pages stay in memory, and requests wait for storage."""
+        return self.core.slot_pools.ages
+
+    def stats(self) -> dict[str, float]:
+        """Counters, levels and sizes by name; a lookback of 0 stands for all pages. Where pools share a tier, `slots`
+        are what a pool has of it now, and `most` what it can have."""
+        stats: dict[str, float] = asdict(self.core.counters)
+        for pool in self.pools:
+            stats[f"page_bytes.{pool.name}"] = pool.payload_bytes
+            stats[f"lookback.{pool.name}"] = pool.lookback or 0
+        slot_pools = self.core.slot_pools
+        places = [f"{tier.name.lower()}.{pool.name}" for tier in slot_pools.memory for pool in self.pools]
+        for number, name in enumerate(places):
+            stats[f"slots.{name}"] = slot_pools.committed(number)
+            stats[f"used.{name}"] = slot_pools.committed(number) - len(slot_pools.free[number])
+            stats[f"evicted.{name}"] = slot_pools.evicted[number]
+            stats[f"most.{name}"] = slot_pools.capacity[number]
+            stats[f"pinned.{name}"] = self._pinned[number]
+        for tier, extents in zip(slot_pools.memory, slot_pools.extents, strict=True):
+            cut, name, whole = None if extents is None else extents.cut, tier.name.lower(), 0
+            for at, pool in enumerate(self.pools):
+                size = pool.payload_bytes if cut is None else cut.nbytes // cut.per[at]
+                stats[f"slot_bytes.{name}.{pool.name}"] = size
+                whole += size * int(stats[f"most.{name}.{pool.name}"])
+            stats[f"memory_bytes.{name}"] = whole if cut is None else cut.count * cut.nbytes
+        stats["page_tokens"] = self.identity.page_tokens
+        stats["offload_paused"] = self.core.governor.paused
+        stats["offload_used_share"] = self.core.governor.used_share
+        stats["stores_backing_off"] = self.core.backups.backing_off()
+        stats["stores_refused"] = self.core.backups.refused
+        stats["leases"] = len(self.core.leases)
+        return stats
+
+    def watch(self) -> None:
+        """Count what requests resume from (see `Core.watch`)."""
+        self.core.watch()
+
+    def tell(self) -> Residency:
+        """Have told what enters and leaves each tier (see `Core.tell`)."""
+        return self.core.tell()
+
+    def audit(self) -> None:
+        """Check the laws of the core (`core/audit.py`), page by page. BrokenLaw, an assertion: a bug."""
+        audit(self.core)
+
+    def _heads(self, packed: bytes) -> bytes:
+        return heads(packed, self.identity.page_tokens) if self.core.slot_pools.residency is not None else b""
+
+    def _known_by(self, packed: bytes) -> bytes:
+        return bind_to_chunk(packed, self.identity.page_tokens, self.identity.chunk_tokens)

@@ -1,0 +1,58 @@
+"""`kvarve config show`: the settings that `kvarve serve` would have, and where each comes from."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from kvarve.pages.sizes import Size, format_size
+from kvarve.reference.server.serve_settings import Settings
+from kvarve.reports import Printer, plain_table
+from kvarve.settings.options import ConfigFile, JsonFile, reads_as
+from kvarve.storage.urls import shown
+
+SECRET = ("api_key", "admin_key")
+SOURCES: dict[str, str] = {}  # of the settings that were read last, by name
+reads = reads_as("serve", ("json",), SOURCES)
+_VALUE, _SOURCE = 28, 20  # columns: with the longest name they are 78
+
+
+def show(*, settings: Settings = Settings(), json: JsonFile = None, config: ConfigFile = None) -> int:
+    """`json`: gets the values as they are, sizes in bytes."""
+    out, values = Printer(json), _values(settings)
+    table = plain_table("setting", "value", "from")
+    for column, width in zip(table.columns[1:], (_VALUE, _SOURCE), strict=True):
+        column.no_wrap, column.overflow, column.max_width = False, "fold", width
+    for name, value in values.items():
+        table.add_row(f"--{name.replace('_', '-')}", _text(value), SOURCES[name])
+    out.table(table)
+    return out.write({name: {"value": _json(value), "from": SOURCES[name]} for name, value in values.items()})
+
+
+def _values(settings: Any) -> dict[str, Any]:
+    """By name, those of a dataclass inside among them; of a key only that there is one."""
+    found: dict[str, Any] = {}
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if is_dataclass(value):
+            found |= _values(value)
+        elif each.name in SECRET and value is not None:
+            found[each.name] = "***"
+        elif not each.repr and value is not None:  # URLs, which may hold passwords
+            found[each.name] = shown(value) if isinstance(value, str) else tuple(map(shown, value))
+        else:
+            found[each.name] = value
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, Size):
+        return format_size(value).replace(" ", "")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _json(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,226 @@
+"""The command line: each command's options are the fields of a dataclass. An error is one line after "kvarve: ".
+
+Exit codes: 0 done, 1 a proof or verification failed, 2 a setting or resource cannot be used (nothing has been changed
+then), 130 interrupted. Heavy modules are imported only after the arguments are parsed.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from kvarve import __version__
+from kvarve.bench.bench_command import bench
+from kvarve.errors import ConfigError, KvarveError, require_assertions
+from kvarve.reference.server.logs import begin_log
+from kvarve.reference.server.serve_settings import LEVELS, Settings
+from kvarve.settings.commands import Attach, Demo, Models, Remote, Verify
+from kvarve.settings.engine_flags import translated
+from kvarve.settings.options import ConfigFile, call, needs, root_app
+
+_EXAMPLE = """\
+example:
+  kvarve serve --storage 'file:///var/kvarve?capacity=100GiB' --host-memory 4GiB
+  curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time"}'
+"""
+
+_STORAGE = """\
+example:
+  export KVARVE_ADMIN_KEY=...
+  kvarve storage attach 'file:///var/kvarve?capacity=100GiB' --back-up
+  kvarve storage stat /var/kvarve
+"""
+
+_KEYS = """\
+example:
+  kvarve keys new team-a --salt team-a --file keys.toml
+  kvarve serve --api-keys keys.toml
+"""
+
+Urls = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="URL",
+        help="such as file:///var/kvarve?capacity=100GiB, as the server sees it; several are tiers, the fast one first",
+    ),
+]
+
+app = root_app(
+    "kvarve",
+    "A hierarchical prefix cache for hybrid language models. The options of a command that has --config are also read "
+    "from the environment ($KVARVE_SERVE_HOST_MEMORY) and from the TOML file that --config names, in this order.",
+    f"kvarve {__version__}",
+)
+storage = App(
+    "storage",
+    help="Attach a storage to a running server, detach it, or maintain a storage folder. "
+    "attach, detach and status talk to a server; the others maintain a folder, also while servers use it.",
+    help_epilogue=_STORAGE,
+)
+
+
+config = App(
+    "config",
+    help="Look at settings and where they come from: flags, the environment, the file of --config, defaults.",
+)
+keys = App(
+    "keys", help="Make API keys and look at a file of them, which `kvarve serve --api-keys` reads.", help_epilogue=_KEYS
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; answers the exit code."""
+    try:
+        require_assertions()
+        words = [*(sys.argv[1:] if argv is None else argv)]
+        served = next((len(chain) for chain in (["serve"], ["config", "show"]) if words[: len(chain)] == chain), 0)
+        if served:
+            words[served:] = translated(
+                words[served:], Settings.device_memory, lambda note: print(f"kvarve: {note}", file=sys.stderr)
+            )
+        return call(app, words) or 0
+    except KvarveError as e:
+        print(f"kvarve: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+@app.command(help_epilogue=_EXAMPLE)
+def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None:
+    """Run an OpenAI-compatible server with the cache inside."""
+    if settings.log_level not in LEVELS:
+        raise ConfigError(f"unknown log level {settings.log_level!r}; known: {', '.join(LEVELS)}")
+    begin_log(settings.log_level)
+    with needs("server", "serve"):
+        from kvarve.reference.server import serve  # torch and transformers take seconds to import
+
+    serve.run(settings, lambda text: print(text, flush=True))
+
+
+@app.command
+def demo(*, options: Demo = Demo(), config: ConfigFile = None) -> int:
+    """Measure what the cache does on this machine."""
+    if options.engine == "vllm":
+        with needs("engine", "demo --engine vllm"):
+            from kvarve.reference.demo import demo_vllm
+
+        return demo_vllm.main(options)
+    with needs("demo", "demo"):
+        from kvarve.reference.demo import demo
+
+    return demo.main(options)
+
+
+@app.command(help_format="markdown")
+def verify(*, options: Verify = Verify(), config: ConfigFile = None) -> int:
+    """Prove on a model of your own that the cache never changes a logit.
+
+    It computes random prompts without a cache, then through caches of its own on every path, and compares all logits
+    bit for bit; then it damages pages of every pool on purpose and checks that the damage is noticed.
+
+    Exit codes: 0 proved, 1 logits differ or damage went unnoticed, 2 it cannot run.
+    """
+    with needs("engine", "verify"):
+        from kvarve.reference import verify
+
+    return verify.main(options)
+
+
+app.command(
+    "kvarve.planner.simulate_command:main",
+    name="simulate",
+    help="Replay a trace through the cache's own code and say what memory buys.",
+)
+
+
+app.command(bench)
+
+
+@app.command
+def models(*, options: Models = Models(), config: ConfigFile = None) -> int:
+    """List which models can be cached, and what is cached of each."""
+    with needs("engine", "models"):
+        from kvarve.reference.engine import families  # torch and transformers take seconds to import
+
+    return families.main(options)
+
+
+# --- kvarve storage: of a running server
+
+app.command(storage)
+
+
+@storage.command
+def attach(urls: Urls, /, *, options: Attach = Attach()) -> None:
+    """Attach a storage to a running server, in place of the one that it has."""
+    policies = {"prefetch_policy": options.prefetch_policy, "write_policy": options.write_policy}
+    _ask_server("PUT", options, {"url": [*urls], "back_up": options.back_up} | policies)
+
+
+@storage.command
+def detach(*, options: Remote = Remote()) -> None:
+    """Detach the storage of a running server; its pages stay."""
+    _ask_server("DELETE", options)
+
+
+@storage.command
+def status(*, options: Remote = Remote()) -> None:
+    """Show the storage attached to a running server, and its state."""
+    _ask_server("GET", options)
+
+
+def _ask_server(method: str, options: Remote, body: dict[str, Any] | None = None) -> None:
+    with needs("server", "storage"):
+        from kvarve.cli import admin_client
+
+    if not options.admin_key:
+        raise ConfigError("this needs the server's admin key: give --admin-key or $KVARVE_ADMIN_KEY")
+    print(admin_client.storage(method, options.server, options.admin_key, body))
+
+
+# --- of a folder
+
+for _name, _help in {
+    "ls": "List the pages in a folder, most recently used first.",
+    "stat": "Summarize the pages in a folder by model, group and pool.",
+    "verify": "Read every page in a folder and report damaged ones; exits with 1 if there are any.",
+    "gc": "Free pages past the URL's ttl and leftovers of dead processes in a folder.",
+    "drop": "Remove a group's pages, a model's, or all, from a folder: one of --group, --model and --all.",
+}.items():
+    storage.command(f"kvarve.cli.storage_commands:{_name}", name=_name, help=_help)
+
+# --- kvarve config, kvarve completion
+
+
+def _as_served(*given: Any) -> None:
+    from kvarve.cli.config_commands import reads
+
+    reads(*given)
+
+
+app.command(config)
+config.command(
+    "kvarve.cli.config_commands:show",
+    name="show",
+    help="Show the settings that `kvarve serve` would have with these options.",
+    config=[_as_served],
+)
+
+
+@app.command
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="SHELL")], /) -> None:
+    """Write a script that completes commands and options in a shell."""
+    print(app.generate_completion(prog_name="kvarve", shell=shell))
+
+
+# --- kvarve keys
+
+app.command(keys)
+keys.command("kvarve.cli.key_commands:new", name="new", help="Make a key: it is shown once, and kept nowhere.")
+keys.command("kvarve.cli.key_commands:ls", name="ls", help="Check a file of keys, and list them.")

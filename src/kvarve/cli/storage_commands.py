@@ -1,0 +1,388 @@
+"""`kvarve storage ls|stat|verify|gc|drop`: maintenance of a file store's folder, also while servers use it.
+
+The first three change nothing; `gc` and `drop` are one more process on the folder. Output and refusals are here, the
+work is in `kvarve.storage.file.maintenance`. Exit codes: 0 done, 1 verify found damage, 2 refused or failed (an error
+says why).
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.memory.encodings import Broken, expanded
+from kvarve.memory.record import is_keyed, title, whole
+from kvarve.memory.seals import CHECKSUM, Seal, seal_of
+from kvarve.pages.keys import parse_object_name
+from kvarve.pages.sizes import format_size
+from kvarve.reports import Printer, plain_table
+from kvarve.settings.commands import Drop, Gc, Ls, Maintain, VerifyStored
+from kvarve.storage.file import maintenance
+from kvarve.storage.file.file_backend import FileSettings, file_settings
+from kvarve.storage.file.maintenance import Model, Stored
+from kvarve.storage.urls import backend_of, parse_time, parse_url
+
+Url = Annotated[str, Parameter(name="URL", help="such as file:///var/kvarve or /var/kvarve, its capacity or not")]
+
+ORDERS: dict[str, Callable[[Stored], float]] = {
+    "used": lambda each: each.used_s_ago,
+    "stored": lambda each: each.stored_s_ago,
+    "size": lambda each: -each.size_bytes,
+}
+_SHORT = 12  # hex digits of a fingerprint or a key, for people
+_SHOWN = 20  # damaged objects, for people
+_UNITS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (2 * 60, 60, "min"), (0, 1, "s"))
+
+
+def _place(text: str, *, verify: bool = False) -> FileSettings:
+    """Parse a URL. Nothing is created; the capacity may be left out."""
+    url = parse_url(text)
+    backend = backend_of(url)
+    if not backend.shared:
+        raise ConfigError(f"{url.text}: its objects live in one process: ask its server with kvarve storage status")
+    if not (backend.can_verify if verify else backend.can_list):
+        whom = f"managed by {backend.managed_by}" if backend.managed_by else "not managed here"
+        raise ConfigError(f"{url.text}: it is {whom}, and kvarve storage status shows a server's view of it")
+    settings = file_settings(url)
+    # The capacity of a plain path is a default, not the user's.
+    return settings if "://" in text else replace(settings, capacity_bytes=None)
+
+
+# --- the commands
+
+
+def ls(url: Url, /, *, options: Ls = Ls()) -> int:
+    place, out = _place(url), Printer(options.json)
+    if options.by not in ORDERS:
+        raise ConfigError(f"--by: {options.by!r} is no order; known: {', '.join(ORDERS)}")
+    models = maintenance.models(place.folder)
+    found = [(model, each) for model, objects in _objects(place, models) for each in objects]
+    if options.group is not None:
+        group = _the_one(place, "group", options.group, {each.group for _, each in found})
+        found = [(model, each) for model, each in found if each.group == group]
+    found.sort(key=lambda pair: ORDERS[options.by](pair[1]))
+    shown = found[: options.limit or None]
+    more = len(found) - len(shown)
+    table = plain_table("group", "page", "pool", right=("rank", "size", "stored", "used", "uses"))
+    for _, each in shown:  # `stat` has the groups by model
+        about = parse_object_name(each.name)
+        table.add_row(
+            *(
+                (about.group, about.key.hex()[:_SHORT], about.pool, f"{about.rank} of {about.ranks}")
+                if about
+                else ("", each.name, "", "")
+            ),
+            format_size(each.size_bytes),
+            _age(each.stored_s_ago),
+            _age(each.used_s_ago),
+            f"{each.uses:,}",
+        )
+    if shown:
+        out.table(table)
+    size = format_size(sum(each.size_bytes for _, each in found))
+    out.say(f"{_many(len(found), 'object')}, {size}" + (f"; {more:,} more are not shown (--limit)" if more else ""))
+    objects = [_object_json(model, each) for model, each in shown]
+    return out.write({"folder": str(place.folder), "objects": objects, "more": more})
+
+
+def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
+    place, out = _place(url), Printer(options.json)
+    contents = maintenance.contents(place.folder)
+    models = contents.models
+    text = f"{place.folder}: {format_size(contents.bytes)} in {_many(len(models), 'model')}"
+    if place.capacity_bytes is not None:
+        text += f", {contents.bytes / place.capacity_bytes:.0%} of {format_size(place.capacity_bytes)}"
+    out.say(text)
+    for damage in contents.damaged:
+        out.say(f"  {damage}")
+    reports: list[dict[str, Any]] = []
+    for model in models:
+        with maintenance.inspect(place.folder, model) as inspection:
+            objects, slots, lost = inspection.objects(), inspection.states(), inspection.lost
+        rows = _shares(objects)
+        reports.append(
+            _model_json(model) | {"slots": slots, "objects": len(objects), "groups": [*rows]} | {"lost": lost}
+        )
+        use = "in use" if model.in_use else f"not used for {_age(_unused_s(model, objects))}"
+        out.say(f"\n{model.description}")
+        out.say(f"  fingerprint {_short(model)}, {use}, {format_size(model.file_bytes)} on disk")
+        out.say("  slots: " + ", ".join(f"{count:,} {state}" for state, count in slots.items() if count))
+        for damage in lost:
+            out.say(f"  {damage}")
+        table = plain_table("group", "pool", right=("objects", "size", "oldest", "newest", "last used"))
+        for row in rows:
+            ages = (_age(row[f"{when}_s_ago"]) for when in ("oldest", "newest", "used"))
+            table.add_row(row["group"], row["pool"], f"{row['objects']:,}", format_size(row["bytes"]), *ages)
+        if rows:
+            out.table(table)
+    sizes = {"bytes": contents.bytes, "capacity_bytes": place.capacity_bytes}
+    return out.write({"folder": str(place.folder)} | sizes | {"models": reports, "damaged": contents.damaged})
+
+
+def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
+    seal = seal_of(options.storage_key)
+    place, out = _place(url, verify=True), Printer(options.json)
+    reports: list[dict[str, Any]] = []
+    contents = maintenance.contents(place.folder)
+    for damage in contents.damaged:
+        out.say(damage)
+    damages = len(contents.damaged)
+    for model in contents.models:
+        inspector = Inspector(model.label, seal)
+        with maintenance.inspect(place.folder, model) as inspection, _progress(model.description) as tick:
+            read, damaged = inspection.verify(inspector.intact, tick)
+            lost, lost_objects = inspection.lost, inspection.lost_objects
+        damages += len(damaged) + len(lost)
+        whys = {name: inspector.whys.get(name, "cannot be read") for name in damaged}
+        reports.append(
+            _model_json(model)
+            | {"read": read, "unknown": inspector.unknown, "keyed": inspector.keyed, "lost": lost}
+            | {"lost_objects": lost_objects}
+            | {"compressed": inspector.compressed}
+            | {"damaged": [{"name": name, "why": why} for name, why in whys.items()]}
+        )
+        text = f"{model.description} ({_short(model)}): {_many(read, 'object')} read, "
+        text += f"{len(damaged):,} damaged: a server that reads one drops it" if damaged else "none damaged"
+        count = f"{_many(lost_objects, 'object')} or more" if lost_objects else "perhaps some"
+        out.say(text + (f"; {count} lost:" if lost else ""))
+        for name, why in [*whys.items()][:_SHOWN]:
+            out.say(f"  {name}: {why}")
+        if len(whys) > _SHOWN:
+            out.say(f"  and {len(whys) - _SHOWN:,} more")
+        for damage in lost:
+            out.say(f"  {damage}")
+        if inspector.unknown:
+            out.say(f"  {_many(inspector.unknown, 'object')} without a page's name: not checked")
+        if inspector.keyed:
+            out.say(f"  {_many(inspector.keyed, 'object')} sealed with a key: not checked (--storage-key)")
+        if inspector.compressed:
+            out.say(f"  {_many(inspector.compressed, 'object')} compressed: not checked (install the extra 'compress')")
+    report = {"folder": str(place.folder), "ok": not damages, "models": reports, "damaged": contents.damaged}
+    return out.write(report, 1 if damages else 0)
+
+
+class Inspector:
+    """Checks of each object of a model whether it is the page of its name; `whys` has the reasons if not."""
+
+    def __init__(self, namespace: bytes, seal: Seal = CHECKSUM) -> None:
+        self._namespace, self._seal = namespace, seal
+        self.whys: dict[str, str] = {}
+        self.unknown = 0  # objects whose names are no page's, so that they cannot be checked
+        self.keyed = 0  # the same for those that were sealed with a key, where none is given
+        self.compressed = 0  # and for those whose compression has no library here
+
+    def intact(self, name: str, record: memoryview) -> bool:
+        wanted = parse_object_name(name)
+        if wanted is None:
+            self.unknown += 1
+            return True
+        if self._seal is CHECKSUM and is_keyed(record):
+            self.keyed += 1
+            return True
+        try:
+            record = expanded(record)
+        except Broken as why:
+            self.whys[name] = f"it was compressed, and {why}"
+            return False
+        except ConfigError:
+            self.compressed += 1
+            return True
+        if not whole(record, self._seal):
+            self.whys[name] = "its seal or its checksum is wrong"
+        elif (header := title(record)).namespace != self._namespace:
+            self.whys[name] = f"holds a page of another model, {header.namespace.hex()[:_SHORT]}"
+        elif header[1:] != wanted[1:]:
+            self.whys[name] = f"holds another page, {header.key.hex()}.{header.pool}.{header.rank}of{header.ranks}"
+        return name not in self.whys
+
+
+def gc(url: Url, /, *, options: Gc = Gc()) -> int:
+    place, out = _place(url), Printer(options.json)
+    unused_for_s = None
+    if options.unused_for is not None:
+        try:
+            unused_for_s = parse_time(options.unused_for)
+        except ConfigError as e:
+            raise ConfigError(f"--unused-for: {e}") from None
+    reports: list[dict[str, Any]] = []
+    contents = maintenance.contents(place.folder)
+    for damage in contents.damaged:
+        out.say(damage)
+    for model in contents.models:
+        with maintenance.inspect(place.folder, model) as inspection:
+            unused_s = _unused_s(model, inspection.objects())
+        with maintenance.opened(place.folder, model, ttl_s=place.ttl_s, shared=place.shared) as storage:
+            counts = storage.collect()
+        old = unused_for_s is not None and not model.in_use and unused_s >= unused_for_s
+        removed = old and maintenance.drop_model(
+            place.folder, model, f"kvarve storage gc --unused-for {options.unused_for}", shared=place.shared
+        )
+        reports.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
+        model_text = f"{model.description} ({_short(model)}): "
+        if removed:
+            out.say(model_text + f"not used for {_age(unused_s)}: removed, {format_size(model.file_bytes)}")
+        else:
+            done = [
+                (counts["expired"], "objects were too old"),
+                (counts["damaged_bytes"], "bytes were those of damaged slabs"),
+            ]
+            out.say(model_text + (", ".join(f"{count:,} {what}" for count, what in done if count) or "nothing to free"))
+    return out.write({"folder": str(place.folder), "models": reports, "damaged": contents.damaged})
+
+
+def drop(url: Url, /, *, options: Drop = Drop()) -> int:
+    if (options.group is not None) + (options.model is not None) + options.all != 1:
+        raise ConfigError("give one of --group, --model and --all (see kvarve storage drop --help)")
+    place, out = _place(url), Printer(options.json)
+    models = maintenance.models(place.folder)
+    report: dict[str, Any] = {"folder": str(place.folder), "dropped": False}
+    if options.group is not None:
+        objects = {model.label: found for model, found in _objects(place, models)}
+        group = _the_one(place, "group", options.group, {each.group for found in objects.values() for each in found})
+        models = [model for model in models if any(each.group == group for each in objects[model.label])]
+        mine = [each for model in models for each in objects[model.label] if each.group == group]
+        report |= {"group": group, "objects": len(mine), "bytes": sum(each.size_bytes for each in mine)}
+        size = format_size(report["bytes"])
+        if not _agreed(f"drop group {group}: {_many(len(mine), 'object')}, {size}", options, out):
+            return out.write(report)
+        count = 0
+        for model in models:
+            with maintenance.opened(place.folder, model, shared=place.shared) as storage:
+                count += storage.drop(group)
+        report |= {"dropped": True, "objects": count}
+        out.say(f"{_many(count, 'object')} dropped")
+        return out.write(report)
+    if options.model is not None:
+        label = _the_one(place, "model", options.model.lower(), {model.label.hex() for model in models})
+        models = [model for model in models if model.label.hex() == label]
+    for model in models:
+        if model.in_use:
+            raise StorageError(_in_use(model))
+    size = format_size(sum(model.file_bytes for model in models))
+    report |= {"models": [_model_json(model) for model in models]}
+    what = "; ".join(f"{model.description} ({_short(model)})" for model in models) or "nothing"
+    if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", options, out):
+        return out.write(report)
+    for model in models:
+        if not maintenance.drop_model(place.folder, model, "kvarve storage drop", shared=place.shared):
+            raise StorageError(_in_use(model))  # it has been opened since
+        out.say(f"{model.description} ({_short(model)}): dropped")
+    return out.write(report | {"dropped": True})
+
+
+# --- shared
+
+
+def _objects(place: FileSettings, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
+    for model in models:
+        with maintenance.inspect(place.folder, model) as inspection:
+            yield model, inspection.objects()
+
+
+def _the_one(place: FileSettings, kind: str, begins: str, known: set[str]) -> str:
+    """The one name with this prefix, as for git commits; ConfigError if there is none, or several."""
+    found = sorted({each for each in known if each.startswith(begins)} if begins not in known else {begins})
+    if len(found) == 1:
+        return found[0]
+    problem = f"no {kind} begins with {begins!r}"
+    if found:
+        problem = f"several {kind}s begin with {begins!r}: {', '.join(each[:16] for each in found[:4])}"
+    raise ConfigError(f"--{kind}: {problem}; kvarve storage stat {place.folder} lists them")
+
+
+def _agreed(what: str, options: Drop, out: Printer) -> bool:
+    """Whether the user agrees, by --yes or at a terminal. ConfigError if there is no terminal."""
+    out.say(("" if options.yes else "would ") + what)
+    if options.yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError("nothing was dropped: say --yes to do it")
+    print("Do it? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    out.say("nothing was dropped")
+    return False
+
+
+def _in_use(model: Model) -> str:
+    name = f"{model.description} ({_short(model)})"
+    return f"{name} is in use: end or detach the processes that have it open, or drop its groups one by one"
+
+
+def _unused_s(model: Model, objects: Sequence[Stored]) -> float:
+    """How long a model has not been used."""
+    return min([model.open_s_ago, *(each.used_s_ago for each in objects[:1])])
+
+
+def _shares(objects: Sequence[Stored]) -> list[dict[str, Any]]:
+    """Totals by group and pool."""
+    parts: dict[tuple[str, str], list[Stored]] = {}
+    for each in objects:
+        about = parse_object_name(each.name)
+        parts.setdefault((each.group, about.pool if about else ""), []).append(each)
+    return [
+        {
+            "group": group,
+            "pool": pool,
+            "objects": len(part),
+            "bytes": sum(each.size_bytes for each in part),
+            "oldest_s_ago": max(each.stored_s_ago for each in part),
+            "newest_s_ago": min(each.stored_s_ago for each in part),
+            "used_s_ago": min(each.used_s_ago for each in part),
+        }
+        for (group, pool), part in sorted(parts.items())
+    ]
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    console = Console(stderr=True, markup=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda read, of: progress.update(bar, completed=read, total=of)
+
+
+def _model_json(model: Model) -> dict[str, Any]:
+    return {
+        "fingerprint": model.label.hex(),
+        "description": model.description,
+        "in_use": model.in_use,
+        "file_bytes": model.file_bytes,
+    }
+
+
+def _object_json(model: Model, each: Stored) -> dict[str, Any]:
+    about = parse_object_name(each.name)
+    return {
+        "model": model.label.hex(),
+        "name": each.name,
+        "group": each.group,
+        "key": about and about.key.hex(),
+        "pool": about and about.pool,
+        "rank": about and about.rank,
+        "ranks": about and about.ranks,
+        "bytes": each.size_bytes,
+        "stored_s_ago": each.stored_s_ago,
+        "used_s_ago": each.used_s_ago,
+        "uses": each.uses,
+    }
+
+
+def _short(model: Model) -> str:
+    return model.label.hex()[:_SHORT]
+
+
+def _age(seconds: float) -> str:
+    _, unit_s, unit = next(row for row in _UNITS if seconds >= row[0])
+    return f"{int(seconds // unit_s)} {unit}"
+
+
+def _many(count: int, one: str, more: str = "") -> str:
+    return f"{count:,} {one if count == 1 else more or one + 's'}"

@@ -1,0 +1,559 @@
+"""A connector for vLLM: kvarve's host memory and storages behind vLLM's blocks.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvarveConnector",
+        "kv_connector_module_path": "kvarve.connectors.vllm.connector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"host_memory": "16GiB"}}'
+
+vLLM makes two of it: one in the scheduler's process, which plans (`plan.py`), and one in the worker's, which copies.
+What the worker finds when it gets the engine's tensors (the model's identity, the slots of the host) goes to the
+scheduler once, as the handshake; after that orders go down with each step, and reports come up.
+
+Loads run between steps: loading within a step would be wrong for recurrent states, which vLLM moves to the running
+block before it asks for loads. A load that fails is reported for the request as a whole, and its prompt is computed.
+"""
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvarve.cache.messages import Order, Report
+from kvarve.cache.scheduler import CacheScheduler
+from kvarve.cache.worker import CLOSE_S, CacheWorker
+from kvarve.connectors.vllm.adapters import Adapters, Use
+from kvarve.connectors.vllm.block_plan import BlockPlanner, Group, Offer, Plan, Removed, Scheduled, Stored
+from kvarve.connectors.vllm.engine_calls import Around
+from kvarve.connectors.vllm.extra_config import extra_config
+from kvarve.connectors.vllm.groups import check_engine, device_of, groups_of, identity_of, layout_of
+from kvarve.connectors.vllm.vllm_metrics import COUNTERS, KvarveMetrics, KvarveStats
+from kvarve.connectors.vllm.weights import adapter_now, load_anew, others_of
+from kvarve.core.copies.effects import Copy, Ended, Event
+from kvarve.core.core_config import Slots
+from kvarve.core.observe.reasons import Reason
+from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
+from kvarve.pages.pools import ModelIdentity, Tier
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger("vllm.kvarve")  # below vLLM's own, whose settings apply
+
+WHERE = "kv_connector_extra_config"
+IDLE_WAIT_S = 0.002  # of a step without tokens, for a copy to end: the engine would spin
+SETTLE_S = 10.0  # for copies that use the engine's blocks to end, when these are to be forgotten
+CLOSING_S = 30.0
+MEDIUM_CPU = "CPU"  # of events
+SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """What a step's worker does. `idle`: the step computes nothing. Adapters that have to be loaded: by copy to or from
+    vLLM's blocks that of its pages, and those that the step computes with."""
+
+    plan: Plan = field(default_factory=Plan)
+    idle: bool = False
+    copied: dict[int, Use] = field(default_factory=dict)
+    computed: list[Use] = field(default_factory=list)
+
+
+@dataclass
+class Reported(KVConnectorWorkerMetadata):
+    """What the worker tells the scheduler after a step. `mixed`: other weights of these adapters were loaded."""
+
+    report: Report
+    mixed: list[Use]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        raise AssertionError("there is one worker")
+
+
+@dataclass
+class Ready(KVConnectorHandshakeMetadata):
+    """What the scheduler has to know of the worker before the first request."""
+
+    identity: ModelIdentity
+    slots: Slots
+    storage: bool
+    only_read: bool
+
+
+class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefixes of all cache groups, kept in host memory and storages, found as one set."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = extra_config(transfer.kv_connector_extra_config, WHERE)
+        check_engine(vllm_config)
+        self._page, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self._groups = groups_of(kv_cache_config, self._page)
+        if role is KVConnectorRole.WORKER:
+            self._worker_side = WorkerSide(vllm_config, kv_cache_config, self._settings, self._groups, self._page)
+        else:
+            events = vllm_config.kv_events_config
+            tells = events is not None and events.enable_kv_cache_events
+            lora = vllm_config.lora_config
+            places = 0 if lora is None else lora.max_cpu_loras
+            self._scheduler_side = SchedulerSide(self._settings, self._groups, self._hash_tokens, tells, places)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # it is a cache: a page that is lost is computed
+
+    # --- in the worker's process
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker_side.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        return self._worker_side.ready()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass  # with the saves in `wait_for_save`, since orders are carried out in their order
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        self._worker_side.do(orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self._worker_side.collect()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker_side.take_report()
+
+    # --- in the scheduler's process
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        (ready,) = metadata.values()
+        assert isinstance(ready, Ready)
+        self._scheduler_side.start(ready)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler_side.pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = self._scheduler_side.ask(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler_side.planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if not num_external_tokens:
+            return {}
+        found = self._scheduler_side.planner.sources(request.request_id)
+        return {SOURCES[tier]: tokens for tier, tokens in found.items()}
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self._scheduler_side.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, Reported):
+            self._scheduler_side.ended(told)
+        self._scheduler_side.received(connector_output.finished_recving or set())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler_side.finished(request.request_id)
+        return False, None  # copies hold references of their own
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler_side.planner.busy()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler_side.frees_blocks()
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler_side.take_events()
+
+    def reset_cache(self) -> None:
+        self._scheduler_side.forget()
+
+    # --- in either
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._scheduler_side.stats() if self.role is KVConnectorRole.SCHEDULER else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return KvarveStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return KvarveMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self.role is KVConnectorRole.WORKER:
+            self._worker_side.close()
+
+
+class SchedulerSide:
+    """Plans, and holds references to the blocks that copies use."""
+
+    planner: BlockPlanner
+    pool: Any  # vLLM's BlockPool
+
+    def __init__(self, settings: Any, groups: tuple[Group, ...], hash_tokens: int, tells: bool, places: int) -> None:
+        self._settings, self._groups, self._hash_tokens, self._tells = settings, groups, hash_tokens, tells
+        self._held: Counter[int] = Counter()  # references by block
+        self._told: dict[str, float] = {}  # counters that have been given to vLLM
+        self._explained: Counter[Reason] = Counter()  # the same of tokens by reason
+        self._levels: dict[str, float] = {}  # of the host, by group, as last given to vLLM
+        self._void: set[str] = set()  # requests whose loaded pages vLLM must not use: their loads count as failed
+        self._around = Around(self.forget, self.settle)
+        self._adapters = Adapters(places, self._look, lambda: self.pool.cached_block_hash_to_block)
+
+    def start(self, ready: Ready) -> None:
+        shape = ready.identity, self._settings.cache, ready.slots
+        self.scheduler = CacheScheduler(*shape, storage=ready.storage, only_read=ready.only_read)
+        self.planner = BlockPlanner(self.scheduler, self._groups, self._hash_tokens, tells=self._tells)
+        self._around.ask(meet)
+        self._around.when_idle(self.go_on)
+        self._around.watch("add_request", before=self._arrived)
+        for name in ("add_lora", "remove_lora"):
+            self._around.watch(name, after=self._adapters_changed)
+
+    def ask(self, request: Any, computed: int) -> int | None:
+        self._around.look_again()
+        if not self._adapters.enter(request):
+            return None  # once a request with another adapter has ended
+        read = not request.skip_reading_prefix_cache
+        # vLLM does not say whether it has cached a part of a page.
+        prefix = bool(computed) or self._hash_tokens < self.planner.page_tokens
+        salt = partial(self._adapters.salt, request.lora_request, prefix)
+        return self.planner.ask(request, computed, time.monotonic(), read, salt)
+
+    def finished(self, request_id: str) -> None:
+        self.planner.finished(request_id)
+        self._adapters.leave(request_id)
+        self._void.discard(request_id)
+
+    def _look(self, lora: Any, others: set[int]) -> str:
+        (digest,) = self._around.ask(adapter_now, lora, others) or [""]
+        return str(digest)
+
+    # --- when weights change
+
+    def forget(self) -> None:
+        """Name pages anew from now on, as the weights are others, or will be."""
+        self._adapters.model_changed()
+        self._discard(self.planner.loaded())
+        self.planner.reset(os.urandom(16).hex())
+
+    def _arrived(self, request: Any, *_: Any, **__: Any) -> None:
+        """A request that wants its adapter loaded anew: this is done now, and not in each of its steps."""
+        lora = request.lora_request
+        if lora is not None and lora.load_inplace and self._around.ask(load_anew, lora) == [True]:
+            request.lora_request = copy(lora)  # the client's own may be the same object
+            request.lora_request.load_inplace = False
+            self._adapters_changed()
+
+    def _adapters_changed(self, *_: Any, **__: Any) -> None:
+        """Adapters have been loaded, or pushed out, between steps."""
+        loaded = {name: salt for name, (_, salt) in self.planner.loaded().items() if salt}
+        uses = [self._adapters.use(name, salt) for name, salt in loaded.items()]
+        for others in self._around.ask(others_of, uses) or () if uses else ():
+            self._discard(use.request for use in others)
+
+    def _discard(self, requests: Iterable[str]) -> None:
+        """Have the prompts of requests computed whose pages have been loaded, or are being loaded."""
+        self._void.update(requests)
+        self._void -= self._around.compute(self._void)
+
+    def received(self, requests: set[str]) -> None:
+        """vLLM is about to take in that the loads of these requests have ended."""
+        if void := self._void & requests:
+            self._void -= void
+            self._around.fail(void)
+
+    # --- each step
+
+    def plan(self, output: "SchedulerOutput") -> Orders:
+        state = output.kv_connector_block_state
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        again = output.scheduled_cached_reqs
+        computed |= dict(zip(again.req_ids, again.num_computed_tokens, strict=True))
+        scheduled = {
+            name: Scheduled(computed[name], tokens, state.get_block_ids(name))
+            for name, tokens in output.num_scheduled_tokens.items()
+        }
+        offers = {name: [Offer(*offer) for offer in them] for name, them in state.boundary_state_offloads.items()}
+        self._adapters.step()
+        return self._plan(scheduled, offers)
+
+    def _plan(self, scheduled: Mapping[str, Scheduled], offers: Mapping[str, list[Offer]]) -> Orders:
+        plan = self.planner.plan(scheduled, offers, time.monotonic())
+        if plan.held:
+            self.pool.touch([self.pool.blocks[block] for block in plan.held])
+            self._held.update(plan.held)
+        self._free(plan.freed)
+        if not self.planner.idle():
+            self._around.again()
+        copied = {op: self._adapters.use(request.request_id, salt) for op, (request, salt) in plan.salts.items()}
+        computed = [self._adapters.use(name, salt) for name, salt in self.planner.salts(scheduled).items()]
+        return Orders(Plan(plan.orders, plan.loads), idle=not scheduled, copied=copied, computed=computed)
+
+    def ended(self, told: Reported) -> None:
+        for use in told.mixed:
+            self.planner.distrust(use.request)
+            self._adapters.mixed(use.adapter)
+        self._free(self.planner.ended(told.report, time.monotonic()))
+
+    # --- beside the engine's steps
+
+    def go_on(self) -> bool:
+        """Copies between the host and storage go on while the engine has nothing to do: what has ended is taken in, and
+        what is due is sent. False: all is done."""
+        if self.planner.busy():  # the engine takes a step
+            return True
+        self._exchange()
+        return not self.planner.idle()
+
+    def settle(self, running: bool) -> None:
+        """Wait until no copy uses the engine's blocks, for a while. `running`: nor may a request that has not ended."""
+        end = time.monotonic() + SETTLE_S
+        while self._held and time.monotonic() < end and self._exchange():
+            pass
+        if self._held:
+            log.warning("copies of %d of vLLM's blocks take longer than %g s", len(self._held), SETTLE_S)
+        if running:
+            self._discard(self.planner.loaded())
+
+    def _exchange(self) -> bool:
+        """Orders and a report without a step; False without an engine to carry them."""
+        for told, received, failed in self._around.ask(beside, self._plan({}, {})) or ():
+            self.ended(told)
+            self._around.received(received, failed)
+            return True
+        return False
+
+    def frees_blocks(self) -> bool:
+        """Whether a block is in use for nothing but copies in flight."""
+        return any(self.pool.blocks[block].ref_cnt == users for block, users in self._held.items())
+
+    def take_events(self) -> list[Any]:
+        return [
+            self._stored(page) if isinstance(page, Stored) else self._removed(page)
+            for page in self.planner.take_changes()
+        ]
+
+    def _stored(self, page: Stored) -> Any:
+        group, request = self._groups[page.pool], cast(Any, page.request)
+        start = page.page * self.planner.page_tokens
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(page.name)],
+            parent_block_hash=None if page.parent is None else maybe_convert_block_hash(page.parent),
+            token_ids=[*request.all_token_ids[start : start + self.planner.page_tokens]],
+            block_size=self.planner.page_tokens,
+            lora_id=None,
+            medium=MEDIUM_CPU,
+            lora_name=None if request.lora_request is None else request.lora_request.lora_name,
+            group_idx=group.number,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window_tokens,
+        )
+
+    def _removed(self, page: Removed) -> Any:
+        name = maybe_convert_block_hash(page.name)
+        return BlockRemoved(block_hashes=[name], medium=MEDIUM_CPU, group_idx=self._groups[page.pool].number)
+
+    def stats(self) -> KVConnectorStats | None:
+        """Counters since the last call, and levels."""
+        found = self.scheduler.stats() | {"failed_loads": self.planner.failed_loads}
+        now = {name: found[name] for name in COUNTERS}
+        counts = {name: value - self._told.get(name, 0) for name, value in now.items()}
+        reasons = self.planner.reasons - self._explained
+        levels = {
+            group.name: found[f"used.{place}"] * found[f"slot_bytes.{place}"] / found["memory_bytes.host"]
+            for group in self._groups
+            for place in [f"host.{group.name}"]
+        }
+        if not any(counts.values()) and not reasons and levels == self._levels:
+            return None
+        self._told, self._explained, self._levels = now, self.planner.reasons.copy(), levels
+        explained = {reason.value: tokens for reason, tokens in reasons.items()}
+        return KvarveStats(data={"counts": counts, "reasons": explained, "usage": levels})
+
+    def _free(self, blocks: list[int]) -> None:
+        if blocks:
+            self.pool.free_blocks([self.pool.blocks[block] for block in blocks])
+            self._held.subtract(blocks)
+            self._held += Counter()  # only what is above zero
+
+
+class WorkerSide:
+    """Copies between the engine's tensors, host memory and storage."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        settings: Any,
+        groups: tuple[Group, ...],
+        page_tokens: int,
+    ) -> None:
+        self._vllm, self._cache_config, self._settings = vllm_config, kv_cache_config, settings
+        self._groups, self._page = groups, page_tokens
+        self._worker: CacheWorker | None = None
+        self.engine: Any = None  # vLLM's worker
+        self._loads: dict[int, tuple[str, int]] = {}  # by copy: its request, and how many pages it has
+        self._received, self._failed = set[str](), set[str]()  # requests whose loads have ended, or lack a page
+        self._mixed = set[str]()  # requests that were computed with other weights, as long as they are ordered
+        self._told: list[Use] = []  # uses of other weights that the scheduler is to be told of
+        self._dropped: list[Event] = []  # of copies that were not made
+        self._report: Report | None = None
+        self._up = True  # as last reported
+
+    @property
+    def worker(self) -> CacheWorker:
+        assert self._worker is not None, "the engine gives its tensors first"
+        return self._worker
+
+    def register(self, tensors: Mapping[str, Any]) -> None:
+        blocks = self._cache_config.num_blocks
+        pools, layers, kept = [], [], []
+        for group in self._groups:
+            spec = self._cache_config.kv_cache_groups[group.number]
+            mine = {name: tensors[name] for name in spec.layer_names if name in tensors}
+            sizes = [block_bytes(name, tensor, blocks).shape[1] for name, tensor in mine.items()]
+            pools.append(pool_of(group.name, sizes, group.lookback, group.blocks(self._page)))
+            layers.append(mine)
+            kept.append(layout_of(spec, mine))
+        identity = identity_of(self._vllm, pools, self._page, kept, self._settings.weights, device_of(layers))
+        arenas = [
+            EngineArena(pool, mine, blocks, group.blocks(self._page))
+            for pool, mine, group in zip(pools, layers, self._groups, strict=True)
+        ]
+        self._worker = CacheWorker(identity, self._settings.cache, device=str(device_of(layers)), blocks=arenas)
+        slots = {arena.pool.name: arena.slots for arena in self._worker.host}
+        log.info(
+            "kvarve keeps pages of %d tokens in host memory, at most by group: %s (%s)", self._page, slots, identity
+        )
+
+    def ready(self) -> Ready:
+        attached = self.worker.attached
+        only_read = attached is not None and attached.only_read
+        return Ready(self.worker.identity, self.worker.slots, attached is not None, only_read)
+
+    def do(self, orders: Orders) -> None:
+        """Carry out the orders of a step that has been computed."""
+        plan = orders.plan
+        for order in plan.orders:
+            if isinstance(order, Copy) and order.op in plan.loads:
+                self._loads[order.op] = plan.loads[order.op], len(order.pages)
+        others = others_of(self.engine, orders.computed)
+        self._mixed = {use.request for use in others} | self._mixed & {use.request for use in orders.computed}
+        self._told += others
+        self.worker.do([order for order in plan.orders if not self._outdated(order, orders.copied)])
+        if orders.idle:
+            self.worker.wait(IDLE_WAIT_S)
+
+    def _outdated(self, order: Order, copied: Mapping[int, Use]) -> bool:
+        """Whether a copy is of pages of other weights of an adapter than are loaded. It ends at once."""
+        use = copied.get(order.op) if isinstance(order, Copy) else None
+        if not isinstance(order, Copy) or use is None:
+            return False
+        if use.request not in self._mixed and not others_of(self.engine, [use]):
+            return False
+        self._dropped.append(Ended(order.op, 0))
+        if order.target is not Tier.DEVICE:
+            self._told.append(use)
+        return True
+
+    def report(self) -> Report:
+        """What has happened since the last report. The requests whose loads have ended are told with the next step."""
+        found, dropped = self.worker.report(), self._dropped
+        found, self._dropped = found._replace(events=[*found.events, *dropped]), []
+        for event in found.events:
+            if isinstance(event, Ended) and event.op in self._loads:
+                request, pages = self._loads.pop(event.op)
+                self._received.add(request)
+                if event.good.bit_count() != pages:
+                    self._failed.add(request)
+        return found
+
+    def collect(self) -> tuple[set[str], set[str]]:
+        """The requests whose loads have ended, and those of them that lack a page."""
+        self._report = self.report()
+        (received, self._received), (failed, self._failed) = (self._received, set()), (self._failed, set())
+        return received, failed
+
+    def take_report(self) -> Reported | None:
+        """What is new since the last one; nothing if that is nothing."""
+        report, self._report = self._report, None
+        if report is None or (not report.events and not self._told and report.up == self._up):
+            return None
+        self._up = report.up
+        mixed, self._told = self._told, []
+        return Reported(report, mixed)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close(CLOSING_S, CLOSE_S, up=self._worker.up)
+            self._worker = None
+
+
+# --- in the worker, asked by the scheduler's side between steps
+
+
+def meet(worker: Any) -> None:
+    """The side that copies gets to know vLLM's worker."""
+    for side in _sides():
+        side.engine = worker
+
+
+def beside(_: Any, orders: Orders) -> tuple[Reported, set[str], set[str]]:
+    """Carry out orders, and report: also the requests whose loads have ended, and those of them that lack a page."""
+    (side,) = _sides()
+    side.do(orders)
+    ended = side.collect()
+    return side.take_report() or Reported(Report(up=side.worker.up), []), *ended
+
+
+def _sides() -> list[WorkerSide]:
+    group = get_kv_transfer_group()
+    return [
+        each._worker_side for each in [group, *getattr(group, "_connectors", [])] if isinstance(each, KvarveConnector)
+    ]

@@ -1,0 +1,219 @@
+"""Copies in flight: the pages that each one moves, its lease, and its pins until it has ended."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import chain, pairwise, repeat
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvarve.core.copies.effects import Copy, Effect, Ended, Hurry, Page, Probe, Refusal, Verified
+from kvarve.core.requests.lease import Lease
+from kvarve.core.tree.tree import Run, covering, keys_of, root_of
+from kvarve.pages.boundaries import deepest, members, numbered, ones, span, union
+from kvarve.pages.keys import KEY_BYTES
+from kvarve.pages.pools import Tier
+
+if TYPE_CHECKING:
+    from kvarve.core.state import State
+
+Edge = tuple[Tier, Tier]
+
+PROBE: Edge = (Tier.STORAGE, Tier.STORAGE)
+FETCH: Edge = (Tier.STORAGE, Tier.HOST)
+LOAD: Edge = (Tier.HOST, Tier.DEVICE)
+BACKUP: Edge = (Tier.DEVICE, Tier.HOST)
+STORE: Edge = (Tier.HOST, Tier.STORAGE)
+
+
+class Part(NamedTuple):
+    """The pages of one pool in a copy: their positions (bits), and by ascending position the slots at both ends."""
+
+    pool: int
+    positions: int
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+
+class PartOutcome(NamedTuple):
+    """How the copy of a part ended: the positions that arrived (`good`), and those whose bytes failed their check
+    (`bad`)."""
+
+    part: Part
+    good: int
+    bad: int
+
+    @property
+    def lost(self) -> int:
+        """The positions that did not arrive."""
+        return self.part.positions & ~self.good
+
+    @property
+    def failed(self) -> int:
+        """The positions of which there are no bytes to check: the copy itself failed."""
+        return self.lost & ~self.bad
+
+
+class Moving(NamedTuple):
+    """One page of a copy in flight: pool, position, and the slots at both ends."""
+
+    pool: int
+    position: int
+    source: int
+    target: int
+
+
+def note_bad(lease: Lease, outcomes: Iterable[PartOutcome]) -> None:
+    """A lease waited for these pages; some failed their check."""
+    for part, _, bad in outcomes:
+        lease.bad[part.pool] |= bad
+
+
+@dataclass
+class Op:
+    """A copy or probe in flight, one part for each pool that it moves pages of. Until it has ended it owns its target
+    slots and pins its sources in their tier.
+
+    A load that has been `verified` gives target slots to the tree before it has ended, and pins their pages meanwhile.
+    """
+
+    edge: Edge
+    parts: Sequence[Part]
+    lease: Lease | None = None
+    run: Run | None = None
+    named: bytes = b""  # of a lease's pages from storage: the keys of its prompt when the copy was sent
+    tokens: bytes = b""  # of a fetch: that prompt
+    pinned: int = 0
+    verified: int | None = None  # of a load: the pages (bits, by number) that are being copied after their check
+    given: dict[int, int] = field(default_factory=dict)  # by pool, positions whose target slots it owns no longer
+    filling: int = 0  # positions that it pins on the device until they have been copied
+    wait_s: float = 0.0  # how long its lease waits for it to begin
+    leaving: bool = False  # an eviction that waits for its copy
+    onward: bool = False  # a copy to the host of pages that go on to storage
+    void: bool = False  # its storage has been detached, or was down
+    begun_s: float = inf  # when a worker began it
+    joined: list[Lease] = field(default_factory=list)  # of a fetch: other leases that need pages of it too
+    refused: Refusal = Refusal.NONE  # of a store that has ended: why the storage did not take pages
+    counts: bool = True  # towards the share of the host; not once its storage has been detached
+
+    @property
+    def page_count(self) -> int:
+        return sum(part.positions.bit_count() for part in self.parts)
+
+    def of_pool(self, pool: int) -> int:
+        """The positions of its pages of a pool."""
+        return next((part.positions for part in self.parts if part.pool == pool), 0)
+
+    def waiting(self, number: int) -> list[Lease]:
+        """The leases that wait for it, which has this number."""
+        return [lease for lease in (self.lease, *self.joined) if lease is not None and number in lease.ops]
+
+    def owned(self, part: Part) -> int:
+        """The positions of a part whose target slots it still owns."""
+        return part.positions & ~self.given.get(part.pool, 0)
+
+    def keys(self, part: Part) -> list[bytes]:
+        """The keys of a part's pages, of a lease's prompt."""
+        return [self.named[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in members(part.positions)]
+
+    def pages(self) -> Iterator[Moving]:
+        """One by one, in the order in which the effect has them."""
+        for part in self.parts:
+            yield from map(Moving, repeat(part.pool), members(part.positions), part.sources, part.targets)
+
+    def outcomes(self, event: Verified | Ended) -> list[PartOutcome]:
+        """How each part was verified, or ended."""
+        found, at = list[PartOutcome](), 0
+        for part in self.parts:
+            positions = part.positions
+            count = positions.bit_count()
+            good, bad = event.good >> at & ones(count), event.bad >> at & ones(count)
+            found.append(PartOutcome(part, numbered(positions, good), numbered(positions, bad)))
+            at += count
+        return found
+
+
+def batches(parts: Sequence[Part], enough: int) -> Iterator[list[Part]]:
+    """Cut a copy into several, the first positions first, each as soon as it has `enough` pages. All pages of a
+    position stay together."""
+    if sum(part.positions.bit_count() for part in parts) <= enough:
+        if parts:
+            yield list(parts)
+        return
+    cuts, count, last = [0], 0, -1
+    for position in merge(*[members(part.positions) for part in parts]):
+        if count >= enough and position > last:
+            cuts.append(position)
+            count = 0
+        count, last = count + 1, position
+    at = [0] * len(parts)
+    for start, stop in pairwise([*cuts, last + 1]):
+        batch = list[Part]()
+        for i, part in enumerate(parts):
+            here = part.positions & span(start, stop)
+            begin, at[i] = at[i], at[i] + here.bit_count()
+            if here:
+                batch.append(Part(part.pool, here, part.sources[begin : at[i]], part.targets[begin : at[i]]))
+        yield batch
+
+
+class Copies:
+    """Starts copies, and knows those in flight."""
+
+    def __init__(self, state: "State") -> None:
+        self.ops: dict[int, Op] = {}
+        self.effects: list[Effect] = []  # not taken yet
+        self.storage = False  # whether one is attached and up
+        self._slot_pools = state.slot_pools
+        self.sent = 0  # copies and probes so far; the last one has this number
+
+    def send(self, op: Op) -> None:
+        """Start a copy or probe of pages of the tree or, if it has no run, of a lease's prompt; source pages in the
+        tree are pinned."""
+        self.sent += 1
+        self.ops[self.sent] = op
+        if op.lease is not None and op.edge != BACKUP:  # no request waits for pages that an engine saves
+            op.lease.ops.add(self.sent)
+        if op.run is not None:
+            op.pinned = union(part.positions for part in op.parts)
+            op.run = covering(op.run, deepest(op.pinned))
+            self._slot_pools.pin(op.run, op.pinned, tiers=op.edge[:1])  # its target slots are its own
+            root = root_of(op.run).named
+        else:
+            assert op.lease is not None
+            op.named, root = op.lease.keys, op.lease.root
+        pages = tuple(chain.from_iterable(self._pages(op, part) for part in op.parts))
+        if op.edge == PROBE:
+            self.effects.append(Probe(self.sent, pages, root, op.wait_s))
+        else:
+            urgent = op.edge == FETCH and op.lease is not None and op.lease.claimed
+            self.effects.append(Copy(self.sent, *op.edge, pages, root, op.wait_s, urgent))
+
+    def _pages(self, op: Op, part: Part) -> Iterator[Page]:
+        """The pages of a part, as an effect has them."""
+        keys = op.keys(part) if op.run is None else keys_of(op.run, part.positions)
+        assert len(keys) == len(part.sources) == len(part.targets), "a slot at both ends for each page"
+        return map(Page, repeat(part.pool), keys, part.sources, part.targets)
+
+    def hurry(self, lease: Lease) -> None:
+        """A lease has been claimed: its copies from storage are urgent from now on."""
+        if lease.ops and (fetches := tuple(op for op in sorted(lease.ops) if self.ops[op].edge == FETCH)):
+            self.effects.append(Hurry(fetches))
+
+    def end(self, number: int) -> Op | None:
+        """A copy has ended: unpin its sources; its target slots are the caller's. None if there is no such copy."""
+        op = self.ops.pop(number, None)
+        if op is not None and op.run is not None:
+            self._slot_pools.unpin(op.run, op.pinned, tiers=op.edge[:1])
+            self._slot_pools.unpin(op.run, op.filling, tiers=op.edge[1:])
+        return op
+
+    def reads(self, place: int, slot: int) -> bool:
+        """Whether a copy in flight reads a slot of a memory tier."""
+        tier, pool = self._slot_pools.tier(place), place % len(self._slot_pools.pools)
+        return any(
+            part.pool == pool and slot in part.sources
+            for op in self.ops.values()
+            if op.edge[0] is tier
+            for part in op.parts
+        )

@@ -1,0 +1,201 @@
+"""Memory, storage and the copies between them, under kvarve's names."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from kvarve.core.copies.effects import Refusal
+from kvarve.metrics.samples import by, counter, gauge, histogram, histograms
+from kvarve.metrics.snapshot import Snapshot
+from kvarve.storage.base import StorageUsage
+
+# The cache's counters: the name there, the metric, its labels, its meaning.
+_COPIES = {"fetched": ("storage", "host"), "loaded": ("host", "device")} | {
+    "backed_up": ("device", "host"),
+    "stored": ("host", "storage"),
+}
+_PAGE_COUNTERS = {
+    "failed": ("kvarve_failed_copies", "Pages whose copy between tiers failed."),
+    "late": ("kvarve_late_pages", "Pages that arrived after their request had stopped waiting; kept if they fit."),
+    "duplicates": ("kvarve_duplicate_pages", "Pages computed that another request had published meanwhile."),
+    "uncached": ("kvarve_uncached_pages", "Pages computed that were not kept, as no device slot was free."),
+    "over_share": ("kvarve_salt_share_evicted_pages", "Pages evicted since their salt had more than its share."),
+    "given_up": (
+        "kvarve_given_up_backups",
+        "Runs of pages quarantined since their backups failed too often; retried at the next use, or after a minute.",
+    ),
+    "dropped_unpaying": (
+        "kvarve_offload_held_back_pages",
+        "Pages that left memory without having been stored, while storing paused because it did not pay.",
+    ),
+    "stored_bytes": ("kvarve_offload_bytes_stored", "Bytes of pages stored."),
+    "used_bytes": ("kvarve_offload_bytes_used", "Bytes of pages from storage that a request resumed from."),
+    "used_tokens": ("kvarve_offload_tokens_saved", "Tokens that were not computed, since storage had their pages."),
+    "fetching_tokens": (
+        "kvarve_fetching_tokens",
+        "Tokens that need not be computed if fetches from storage succeed, of fetches that were begun.",
+    ),
+    "deferred_tokens": (
+        "kvarve_deferred_fetch_tokens",
+        "The same of fetches that had to wait for slots in the host.",
+    ),
+    "strays": ("kvarve_stray_answers", "Answers about copies that were not in flight."),
+}
+
+
+def families(now: Snapshot) -> Iterator[Metric]:
+    yield from _memory(now)
+    yield from _lanes(now)
+    yield from _times(now)
+    yield from _breaker(now)
+    yield from _each(now)
+    if now.storage_up is not None:
+        yield gauge("kvarve_storage_up", "1 while storage answers, 0 while it is down.", now.storage_up)
+    if now.storage is not None:
+        yield from _storage(now.storage)
+
+
+def _memory(now: Snapshot) -> Iterator[Metric]:
+    stats = now.cache
+    yield gauge("kvarve_leases", "Requests that hold pages.", stats["leases"])
+    place = ("tier", "pool")
+    yield gauge("kvarve_page_tokens", "Tokens of a page.", stats["page_tokens"])
+    yield by("kvarve_page_bytes", "Bytes of a page.", ("pool",), now.under("page_bytes."), level=True)
+    help_text = "Pages before a boundary that a pool's layers still read; 0 stands for all."
+    yield by("kvarve_page_lookback", help_text, ("pool",), now.under("lookback."), level=True)
+    help_text = "Slots for pages that a pool has now; of memory that pools share it gets more as it needs them."
+    yield by("kvarve_slots", help_text, place, now.under("slots."), level=True)
+    yield by("kvarve_slots_used", "Slots that hold a page or are reserved for one.", place, now.under("used."), True)
+    help_text = "Slots whose pages requests or copies need, so that they cannot be evicted; as of half a second ago."
+    yield by("kvarve_slots_pinned", help_text, place, now.under("pinned."), True)
+    yield by("kvarve_memory_bytes", "Bytes of memory for pages.", ("tier",), now.under("memory_bytes."), True)
+    used, pinned = ({tier: now.in_bytes(what, tier) for tier in now.tiers} for what in ("used", "pinned"))
+    sizes = {f"{tier}.{pool}": size for tier, pools in used.items() for pool, size in pools.items()}
+    yield by("kvarve_used_bytes", "Bytes of the slots used.", place, sizes, True)
+    free = {f"{tier}.{pool}": max(0.0, size - pinned[tier][pool]) for tier in used for pool, size in used[tier].items()}
+    yield by("kvarve_evictable_bytes", "Bytes of the slots used that are not pinned.", place, free, True)
+    yield by("kvarve_evicted_pages", "Pages evicted to free slots, or flushed.", place, now.under("evicted."))
+    tokens = {tier: now.tokens(now.under(f"evicted.{tier}.")) for tier in now.tiers}
+    yield by("kvarve_evicted_tokens", "Tokens whose pages of attention were evicted.", ("tier",), tokens)
+    reasons = ("failed", "evicted", "down", "full", "read_only")
+    dropped = {reason: stats[f"dropped_{reason}"] for reason in reasons}
+    help_text = (
+        "Pages that left memory without having been stored: their stores failed too often, or were still pending, or "
+        "the storage was down, had no room, or could only be read."
+    )
+    yield by("kvarve_dropped_backup_pages", help_text, ("reason",), dropped)
+    help_text = "1 while only a sample and pages used twice are stored, since storing does not pay."
+    yield gauge("kvarve_offload_paused", help_text, stats["offload_paused"])
+    help_text = "Of the bytes stored lately (in a pause: of the sample), the share that was used."
+    yield gauge("kvarve_offload_used_ratio", help_text, stats["offload_used_share"])
+    help_text = "1 while stores back off, since storage has failed."
+    yield gauge("kvarve_stores_backing_off", help_text, stats["stores_backing_off"])
+    refused = {why.name.lower(): float(stats["stores_refused"] == why) for why in Refusal if why}
+    help_text = "1 while storage took no pages of the last store, though it answers, by why: it is full, or only read."
+    yield by("kvarve_stores_refused", help_text, ("reason",), refused, level=True)
+    bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
+    yield by("kvarve_bad_pages", "Pages that failed their check when read, by their tier.", ("tier",), bad)
+    edge = ("source", "target")
+    help_text = "Pages whose bytes were compared before and after their copy (--hash-sample)."
+    yield by("kvarve_compared_pages", help_text, edge, now.under("compared."))
+    help_text = "Pages of those that a copy had altered; they were dropped."
+    yield by("kvarve_altered_pages", help_text, edge, now.under("altered."))
+    for name, (metric, help_text) in _PAGE_COUNTERS.items():
+        yield counter(metric, help_text, stats[name])
+    plain, smaller, on = (now.under(f"compress_{name}.") for name in ("plain_bytes", "stored_bytes", "on"))
+    yield by("kvarve_compress_plain_bytes", "Bytes of records stored, before compression.", ("pool",), plain)
+    yield by("kvarve_compress_stored_bytes", "Bytes of the same records as they were stored.", ("pool",), smaller)
+    help_text = "1 while records are compressed for storage, 0 while that does not pay."
+    yield by("kvarve_compress_on", help_text, ("pool",), on, level=True)
+
+
+def _lanes(now: Snapshot) -> Iterator[Metric]:
+    stats = now.cache
+    copies = CounterMetricFamily("kvarve_copied_pages", "Pages copied between tiers.", labels=("source", "target"))
+    for name, edge in _COPIES.items():
+        copies.add_metric(edge, stats[name])
+    yield copies
+    tokens = CounterMetricFamily(
+        "kvarve_copied_tokens", "Tokens whose pages of attention were copied.", labels=("source", "target")
+    )
+    for edge in _COPIES.values():
+        tokens.add_metric(edge, now.tokens(now.flows["-to-".join(edge)].pages))
+    yield tokens
+    waiting, running = now.under("lane_waiting."), now.under("lane_running.")
+    yield by("kvarve_lane_waiting", "Copies that wait in a lane.", ("lane",), waiting, level=True)
+    yield by("kvarve_lane_running", "Calls of a lane that are under way.", ("lane",), running, level=True)
+    stuck, failed = now.under("lane_stuck_s."), now.under("lane_failed.")
+    help_text = "Seconds for which the oldest call of a lane has been running."
+    yield by("kvarve_lane_stuck_seconds", help_text, ("lane",), stuck, level=True)
+    help_text = "Copies that a lane refused, started too late or failed to do."
+    yield by("kvarve_lane_failures", help_text, ("lane",), failed)
+    flows = now.flows
+    help_text = "Seconds of a lane's calls that succeeded: checks, bytes and all."
+    yield histograms("kvarve_lane_call_seconds", help_text, "lane", {lane: flows[lane].seconds for lane in flows})
+    help_text = "Bytes of pages that a call moved, on this rank."
+    moving = [lane for lane in flows if "-to-" in lane]
+    yield histograms("kvarve_lane_call_bytes", help_text, "lane", {lane: flows[lane].bytes for lane in moving})
+    help_text = "Bytes a second of a call."
+    rates = {lane: flows[lane].bytes_per_s for lane in moving}
+    yield histograms("kvarve_lane_bytes_per_second", help_text, "lane", rates)
+    pages = {f"{lane}.{pool}": count for lane in moving for pool, count in flows[lane].pages.items()}
+    yield by("kvarve_lane_pages", "Pages that a lane has moved.", ("lane", "pool"), pages)
+    probes = flows["storage-probe"]
+    yield by("kvarve_probed_pages", "Pages that storage was asked for.", ("pool",), probes.asked)
+    yield by("kvarve_probed_pages_found", "Those of them that it had.", ("pool",), probes.pages)
+
+
+def _times(now: Snapshot) -> Iterator[Metric]:
+    ages = now.ages
+    help_text = "Seconds from a page's arrival in a tier, or that of the first page of its run, until it left."
+    yield histograms(
+        "kvarve_page_lifetime_seconds", help_text, "tier", dict(zip(now.tiers, ages.lifetime_s, strict=True))
+    )
+    help_text = "Seconds from the last use of a page until it left a tier."
+    yield histograms("kvarve_page_idle_seconds", help_text, "tier", dict(zip(now.tiers, ages.idle_s, strict=True)))
+    help_text = "Seconds from the last use of a prefix to the next request for it."
+    yield histogram("kvarve_prefix_reuse_seconds", help_text, ages.reuse_s)
+    if now.storage_up is not None:
+        help_text = "Seconds for which a request waited for storage: its answers and its pages."
+        yield histogram("kvarve_storage_wait_seconds", help_text, ages.storage_wait_s)
+
+
+def _breaker(now: Snapshot) -> Iterator[Metric]:
+    """One series for each storage, nearest first; none without a storage."""
+    told = (
+        ("open", "kvarve_breaker_open", "1 while calls to a storage are answered by misses, as it is down.", True),
+        ("opened", "kvarve_breaker_opened", "How often a storage was found to be down.", False),
+        ("hung", "kvarve_breaker_hung_calls", "Calls to a storage that took longer than its deadline.", False),
+    )
+    for name, metric, help_text, level in told:
+        yield by(metric, help_text, ("storage",), now.under(f"breaker_{name}."), level)
+
+
+def _each(now: Snapshot) -> Iterator[Metric]:
+    """One series for each storage that tells, nearest first, as of its last answer."""
+    told = (
+        (
+            "lost",
+            "lost_objects",
+            "Objects that a storage has lost: what says where they are is damaged or gone.",
+            False,
+        ),
+        ("damaged", "damaged_objects", "Objects of a storage whose bytes could not be read.", False),
+        ("room", "room_bytes", "Bytes that the medium of a storage has left for it.", True),
+        ("only_read", "read_only", "1 while a storage can only be read, or is only to be read.", True),
+    )
+    for name, metric, help_text, level in told:
+        if values := now.under(f"storage_{name}."):
+            yield by(f"kvarve_storage_{metric}", help_text, ("storage",), values, level)
+
+
+def _storage(usage: StorageUsage) -> Iterator[Metric]:
+    told: tuple[tuple[Callable[[str, str, float], Metric], str, str, float | None], ...] = (
+        (gauge, "bytes", "Bytes of objects in storage.", usage.bytes),
+        (gauge, "objects", "Objects in storage, one per page and pool.", usage.objects),
+        (gauge, "capacity_bytes", "Bytes that storage may hold.", usage.capacity_bytes),
+        (counter, "evicted_objects", "Objects that storage evicted to free space.", usage.evicted),
+    )
+    for kind, name, help_text, value in told:
+        if value is not None:
+            yield kind(f"kvarve_storage_{name}", help_text, value)

@@ -1,0 +1,164 @@
+"""The model as bytes, the memory that it gets, and how fast it is: the settings of a replay."""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Annotated
+
+from kvarve.cache.config import NO_HOST, divide
+from kvarve.core.core_config import CoreConfig, Slots
+from kvarve.core.policies import Policies
+from kvarve.errors import ConfigError
+from kvarve.pages.pools import BufferSpec, PoolSpec, Tier, window_lookback
+from kvarve.pages.sizes import Size
+from kvarve.settings.options import FLAT, needs
+
+# Of `Policies`: where no copy takes time, no request waits for one; and no byte can be wrong.
+WAITING = ("prefetch_policy", "prefetch_base_s", "prefetch_per_ki_token_s", "storage_deadline_s")
+MEANINGLESS = (*WAITING, "verify_host", "hash_sample")
+SIZES = ("kv_bytes_per_token", "state_bytes", "window_tokens", "window_bytes_per_token")  # that a model says
+ROUTINGS = ("prefix", "random")
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """A model as bytes, the memory that it gets, and its speeds; sizes in bytes. ConfigError for values that cannot
+    work; without device memory, only `core` says so."""
+
+    device_memory: Size = Size(0)
+    """for pages on the device, such as 40GiB"""
+    host_memory: Size = Size(0)
+    """for pages that left the device, 0 for none"""
+    storage_memory: Size = Size(0)
+    """for pages in storage, which all replicas share, 0 for none"""
+    model: str | None = None
+    """builtin:... or a folder with config.json, whose sizes count instead of those below"""
+    dtype: str = "auto"
+    """for --model: auto, float32, bfloat16 or float16"""
+    kv_bytes_per_token: Size = Size(128 << 10)  # Llama 3 8B: 32 layers, 8 heads of 128, keys and values, 2 bytes each
+    """bytes of attention KV per token, 0 for none"""
+    state_bytes: Size = Size(0)
+    """of a recurrent model's state after any token, 0 for none"""
+    window_tokens: int = 0
+    """length of a sliding window, 0 for none"""
+    window_bytes_per_token: Size = Size(0)
+    """that the window keeps for each of its last tokens"""
+    block_tokens: int = 512
+    """tokens that one id stands for"""
+    page_tokens: int = 512
+    """tokens of a page"""
+    chunk_tokens: int = 0
+    """the prefill grid; 0: the page size"""
+    cost_doubles_at: int = 0
+    """tokens after which attention costs as much as all else, for the share of computing saved; 0: never"""
+    prefill_tokens_per_s: int = 0
+    """tokens that a replica computes per second, 0: at once"""
+    storage_bytes_per_s: Size = Size(0)
+    """that a replica reads from storage, and as many that it writes; 0: at once"""
+    host_bytes_per_s: Size = Size(0)
+    """between host and device, each way; 0: at once"""
+    replicas: int = 1
+    """servers with the device and host memory given, each; they share the storage"""
+    routing: str = "prefix"
+    """how requests find a replica: prefix (the longest hit, unless it has much more work than others) or random"""
+    policies: Annotated[Policies, FLAT] = Policies()
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and value < 0:
+                raise ConfigError(f"{name.replace('_', ' ')} cannot be below zero, and is {value}")
+        for name in MEANINGLESS:
+            if getattr(self.policies, name) != getattr(Policies, name) and not (self.late and name in WAITING):
+                raise ConfigError(
+                    f"a replay does not depend on the setting {name}, as its copies are instant: leave it out"
+                    + (", or give storage bytes per s" if name in WAITING else "")
+                )
+        if not self.block_tokens or not self.page_tokens:
+            raise ConfigError("a block and a page have at least one token each")
+        if self.grid % self.page_tokens:
+            raise ConfigError(f"chunks of {self.grid} tokens do not consist of pages of {self.page_tokens}")
+        given = [name for name in SIZES if getattr(self, name) != getattr(type(self), name)]
+        if given and self.model is not None:
+            raise ConfigError(f"the model says its {given[0].replace('_', ' ')}: give one of the two")
+        if self.model is None and self.dtype != "auto":
+            raise ConfigError("dtype is for a model: give a model too")
+        if bool(self.window_tokens) != bool(self.window_bytes_per_token):
+            raise ConfigError("a window needs both: its tokens and the bytes that it keeps per token")
+        if not self.pools:
+            raise ConfigError("nothing to cache: give KV bytes per token, a window, or the bytes of a state")
+        if self.storage_memory and not self.host_memory:
+            raise ConfigError(NO_HOST)
+        if self.storage_bytes_per_s and not self.storage_memory:
+            raise ConfigError("a speed of storage needs storage: give storage memory too")
+        if self.host_bytes_per_s and not self.host_memory:
+            raise ConfigError("a speed of the host needs a host: give host memory too")
+        if self.late and not self.prefill_tokens_per_s:
+            raise ConfigError(
+                "copies that take time are waited for instead of computing: give prefill tokens per s too"
+            )
+        if not self.replicas:
+            raise ConfigError("at least one replica serves")
+        if self.routing not in ROUTINGS:
+            raise ConfigError(f"unknown routing {self.routing!r}; known: {', '.join(ROUTINGS)}")
+        if self.routing != "prefix" and self.replicas == 1:
+            raise ConfigError("one replica gets all requests: give replicas too, or leave routing out")
+        if self.device_memory:
+            self.core()
+
+    @property
+    def late(self) -> bool:
+        """Whether copies take time."""
+        return bool(self.storage_bytes_per_s or self.host_bytes_per_s)
+
+    @property
+    def grid(self) -> int:
+        return self.chunk_tokens or self.page_tokens
+
+    def cost(self, pages: int) -> float:
+        """The cost of computing the first pages of a prompt, in first pages: attention reads all pages before."""
+        grows = self.page_tokens / self.cost_doubles_at if self.cost_doubles_at else 0.0
+        return pages * (1 + grows * (pages - 1) / 2)
+
+    @cached_property
+    def pools(self) -> tuple[PoolSpec, ...]:
+        """The model's pools."""
+        if self.model is not None:
+            with needs("engine", "simulate --model"):
+                from kvarve.reference.engine.families import (
+                    describe_model,  # torch and transformers take seconds to import
+                )
+            found = describe_model(self.model, self.dtype, self.page_tokens, self.grid).pools
+            return tuple(
+                PoolSpec(pool.name, (BufferSpec("bytes", (pool.page_bytes,), "uint8"),), pool.lookback)
+                for pool in found
+            )
+        rows = (
+            ("kv", self.kv_bytes_per_token * self.page_tokens, None),
+            (
+                "window",
+                self.window_bytes_per_token * self.page_tokens,
+                window_lookback(self.window_tokens, self.page_tokens),
+            ),
+            ("state", self.state_bytes, 1),
+        )
+        return tuple(
+            PoolSpec(name, (BufferSpec("bytes", (size,), "uint8"),), lookback, in_place=name == "state")
+            for name, size, lookback in rows
+            if size
+        )
+
+    def core(self) -> CoreConfig:
+        """The settings of the core, with memory turned into slots as the real cache does it."""
+        shape, slots = (self.pools, self.page_tokens, self.grid), Slots()
+        for tier, memory in {Tier.DEVICE: self.device_memory, Tier.HOST: self.host_memory}.items():
+            if memory or tier is Tier.DEVICE:
+                what = tier.name.lower()
+                slots[tier] = divide(memory, *shape, self.policies, records=tier is Tier.HOST, what=what)
+        return CoreConfig(
+            shape[0],
+            slots,
+            self.page_tokens,
+            self.grid,
+            storage=bool(self.storage_memory),
+            policies=self.policies,
+            prefill_tokens=self.chunk_tokens,
+        )

@@ -1,0 +1,236 @@
+"""A request's paged state: chains are read and written in the device arena by block tables, and never copied.
+
+Cached pages are read in place by all requests that share them; computed tokens go into slots of the request's own,
+which the tree takes over when they are published. Windows and recurrent states do not grow with a sequence, so each
+request has working copies, in tensors that never move, so that rows of a batch can be views of one tensor.
+
+A request may resume while its pages, or pages that it shares, are still being copied to the device. Each layer then
+waits for its own part, and copies its windows and states, when the model first uses it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.core.requests.lease import Lease
+from kvarve.pages import boundaries
+from kvarve.pages.pools import BufferSpec, PoolSpec
+from kvarve.reference.engine.layers import Tape
+from kvarve.reference.engine.prefill import keep
+from kvarve.reference.engine.workspace import StateLayout, Workspace, window_capacity
+from kvarve.transfer.arrivals import Arrival
+
+
+class Table:
+    """The slots of one sequence in one chain, page by page from its first token on."""
+
+    def __init__(self, page_tokens: int, device: torch.device) -> None:
+        self.page_tokens = page_tokens
+        self.slots: list[int] = []
+        self.index = torch.empty(0, dtype=torch.long, device=device)  # the same, for torch
+        self.straight = 0  # the number of first pages that lie in consecutive slots
+        self._foreign = 0  # pages of other requests that this one computes too, as a set of bits
+        self._rows: dict[int, tuple[int, int, Tensor, Tensor | None]] = {}  # the last answers of `rows`, by `per_page`
+
+    def put(self, start: int, slots: Sequence[int], foreign: int) -> None:
+        """Set the slots from page `start` on; the pages of the set `foreign` are only read."""
+        self.slots[start:] = slots
+        self._foreign, self._rows = foreign, {}
+        self.index = torch.tensor(self.slots, dtype=torch.long, device=self.index.device)
+        at = min(self.straight, start)
+        while at < len(self.slots) and self.slots[at] == self.slots[0] + at:
+            at += 1
+        self.straight = at
+
+    def rows(self, start: int, stop: int, per_page: int) -> tuple[Tensor, Tensor | None]:
+        """The rows of the arena for the entries [start, stop), and which of these are written (None: all)."""
+        last = self._rows.get(per_page)  # each layer asks the same
+        if last is not None and last[:2] == (start, stop):
+            return last[2], last[3]
+        entries = torch.arange(start, stop, device=self.index.device)
+        pages, written = entries // per_page, None
+        shared = [page for page in boundaries.members(self._foreign) if page * per_page < stop]
+        if shared and (shared[-1] + 1) * per_page > start:
+            written = (~torch.isin(pages, torch.tensor(shared, device=pages.device))).nonzero()[:, 0]
+            entries, pages = entries[written], pages[written]
+        rows = self.index[pages] * per_page + entries % per_page
+        self._rows[per_page] = start, stop, rows, written
+        return rows, written
+
+
+class PagedTape(Tape):
+    """The entries of one buffer in the pages of an arena [slots, per_page, *shape]."""
+
+    def __init__(self, arena: Tensor, table: Table) -> None:
+        super().__init__(arena.view(-1, *arena.shape[2:]), arena.shape[1], 0, None)  # no copy
+        self.table, self._arena = table, arena
+
+    def append(self, entries: Tensor) -> None:
+        if not len(entries):  # several tokens are one entry, and it is not full yet
+            return
+        stop = self.end + len(entries)
+        rows, written = self.table.rows(self.end, stop, self.per_page)
+        self._data.index_copy_(0, rows, entries if written is None else entries[written])
+        self.end = stop
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The entries [stop - start, *shape], as a view where their slots are consecutive."""
+        size = self.per_page
+        first, last = start // size, math.ceil(stop / size)
+        if last <= self.table.straight:
+            front = self.table.slots[0] * size if last else 0
+            return self._data[front + start : front + stop]
+        pages = self._arena.index_select(0, self.table.index[first:last]).flatten(0, 1)
+        return pages[start - first * size : stop - first * size]
+
+    def rewind(self, end: int) -> None:
+        self.end = end
+
+    def own(self) -> None:
+        """Nothing to do: the entries stay in the arena."""
+
+
+class RollingTape(Tape):
+    """A window's tokens in a tensor that is never reallocated."""
+
+    def _reserve(self, stop: int) -> None:
+        if stop - self.front <= len(self._data):
+            return
+        assert self.keep is not None
+        front = max(self.front, (self.end - self.keep) // self.per_page * self.per_page)
+        kept = self.read(front, self.end).clone()
+        self._data[: len(kept)] = kept
+        self.front = front
+        assert stop - front <= len(self._data), "more tokens at once than a chunk has"
+
+
+class PagedWorkspace(Workspace):
+    """The state of one request whose chains are in the pages that a lease has on the device."""
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        max_tokens: int,
+        device: torch.device | str,
+        arenas: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """`arenas`: by chain, the tensors of the device arena by buffer name."""
+        self._arenas = arenas
+        self.tables = {name: Table(layout.page_tokens, torch.device(device)) for name in arenas}
+        self._later: dict[int, list[Callable[[], object]]] = {}  # by layer: windows and states to copy in
+        self._arrivals: list[Arrival] = []
+        self._on_arrival: Callable[[], None] | None = None
+        super().__init__(layout, max_tokens, device)
+
+    @classmethod
+    def resumed(cls, cache: PrefixCache, lease: Lease, layout: StateLayout, max_tokens: int) -> "PagedWorkspace":
+        """A workspace that resumes where a ready lease's pages end, in the slots that the lease has."""
+        arenas = {pool.name: cache.arena(pool.name) for pool in layout.pools if pool.lookback is None}
+        device = next(iter(cache.arena(layout.pools[0].name).values())).device
+        workspace = cls(layout, max_tokens, device, arenas)
+        workspace.take_seats(cache, lease, 0)
+        for pool, (positions, slots) in cache.pages(lease).items():
+            if positions and pool not in arenas:
+                workspace.load(pool, positions, cache.arena(pool), slots)
+            elif positions:
+                workspace._loaded[pool] = boundaries.ones(lease.boundary)
+        workspace.resume(lease.boundary)
+        workspace._on_arrival = lambda: cache.resumed(lease)
+        if not workspace._arrivals:
+            workspace.arrived()
+        return workspace
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a layer would wait for its pages now."""
+        return any(not arrival.done for arrival in self._arrivals)
+
+    def arrived(self) -> None:
+        """Wait until all pages are here, and copy in the windows and states that no layer has used yet."""
+        if not (self._arrivals or self._later or self._on_arrival):  # as for nearly every token
+            return
+        for layer in self.cache.layers:
+            layer.arrive()
+        for number in [*self._later]:
+            self._arrive(number)
+        self._arrivals = []
+        if self._on_arrival is not None:
+            then, self._on_arrival = self._on_arrival, None
+            then()
+
+    def _expect(self, arrivals: list[Arrival]) -> None:
+        """Have each layer wait for these loads before it reads any page."""
+        if arrivals:
+            self._arrivals = [*self._arrivals, *arrivals]
+            for number, layer in enumerate(self.cache.layers):
+                layer.pending = partial(self._arrive, number)
+
+    def _arrive(self, number: int) -> None:
+        for arrival in self._arrivals:
+            arrival.wait(number)
+        for copy in self._later.pop(number, ()):
+            copy()
+
+    def _copy_in(self, buffer: BufferSpec, arena: Tensor, index: Tensor, into: Tensor) -> None:
+        self._later.setdefault(buffer.layer, []).append(partial(torch.index_select, arena, 0, index, out=into))
+
+    def take_seats(self, cache: PrefixCache, lease: Lease, start: int) -> None:
+        """Read the slots of the lease's pages from `start` on into the tables."""
+        for number, pool in enumerate(self.layout.pools):
+            if table := self.tables.get(pool.name):
+                foreign = lease.seen[number] & ~boundaries.ones(lease.boundary)
+                table.put(start, cache.block_table(lease, pool.name, start), foreign)
+        self._expect(cache.arrivals())  # other requests' pages may be among these
+
+    def keep(self, cache: PrefixCache, lease: Lease) -> None:
+        """Publish the computed pages, if they end at a line of the grid. The tree owns them then."""
+        done = lease.done
+        keep(cache, lease, self)
+        if lease.done > done:  # where another request published first, the tree has other slots
+            self.take_seats(cache, lease, done)
+
+    def reserved(self, stop: int) -> bool:
+        """Whether there is a slot for every token before `stop`."""
+        return all(stop <= len(table.slots) * table.page_tokens for table in self.tables.values())
+
+    def make_room(self, pool_name: str) -> None:
+        """Let a window take one more token."""
+        for buffer in self.layout.pool(pool_name).buffers:
+            tape = self._tapes[buffer.name]
+            tape._reserve(tape.end + 1)
+
+    def own(self) -> None:
+        self.arrived()
+        super().own()
+
+    def advance(self) -> None:
+        """Count the token that a batch has written to every tape."""
+        self.computed(1)
+        for tape in self._tapes.values():
+            if tape.per_page == self.layout.page_tokens:  # of tokens: those of entries have counted themselves
+                tape.end += 1
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length += 1
+
+    def save(self, pool_name: str, positions: Sequence[int], arena: Mapping[str, Tensor], slots: Sequence[int]) -> None:
+        """Copy windows and states out; chains are in the arena already."""
+        self.arrived()
+        if pool_name in self.tables:
+            here = self.tables[pool_name].slots
+            assert all(here[at] == slot for at, slot in zip(positions, slots, strict=True)), "a page moved"
+            return
+        super().save(pool_name, positions, arena, slots)
+
+    def _tape(self, pool: PoolSpec, buffer: BufferSpec) -> Tape:
+        if pool.lookback is None:
+            return PagedTape(self._arenas[pool.name][buffer.name], self.tables[pool.name])
+        per_page, *shape = buffer.shape
+        assert per_page == self.layout.page_tokens, "a window is of tokens"
+        capacity = window_capacity(pool.lookback, per_page, self.layout.chunk_tokens)
+        data = torch.empty(capacity, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
+        return RollingTape(data, per_page, self.max_tokens, pool.lookback * per_page)

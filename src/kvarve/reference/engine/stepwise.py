@@ -1,0 +1,113 @@
+"""Layers that ignore their recurrent state when they get several tokens, made to resume from it token by token.
+
+Mamba's scan in transformers (Jamba's layers) takes no initial state: a call of several tokens starts from nothing and
+overwrites the state of those before, so a prompt computed in chunks would lose each chunk but the last. The same code
+does continue from the state when it gets one token, so such a layer gets one token at a time after its first chunk; the
+rest of the model still computes whole chunks.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers.cache_utils import Cache
+
+from kvarve.reference.engine.layers import LayerPlan, dry_run, new_cache, plan_layers
+from kvarve.reference.engine.wrappers import compute
+
+
+def layers_ignoring_state(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:
+    """By layer, the modules that do not read their recurrent state when they get several tokens."""
+    if not any(hasattr(plan.fresh, "recurrent_states") for plan in plans):
+        return {}
+    primed = new_cache(cache_class, [copy.deepcopy(plan.fresh) for plan in plans])
+    wrote = writers(model, primed, "update_recurrent_state")
+    found = {number: modules[-1] for number, modules in wrote.items() if _recurrent(primed, number)}
+    firsts: dict[type, int] = {}
+    for number in sorted(found):
+        firsts.setdefault(type(found[number]), number)
+    ignoring = {kind for kind, number in firsts.items() if not _reads_its_state(model, primed, number)}
+    return {number: module for number, module in found.items() if type(module) in ignoring}
+
+
+def make_resumable(model: Any) -> None:
+    """Make the layers that ignore their state continue from it, one token at a time. Changes no other layer."""
+    plans = plan_layers(model.config, type(model).__name__)
+    for number, module in layers_ignoring_state(model, plans, dry_run(model, plans).cache_class).items():
+        module.forward = _one_by_one(module.forward, number)
+
+
+def _reads_its_state(model: Any, primed: Any, number: int) -> bool:
+    """Whether NaNs in the state before two tokens are still there after them."""
+    cache = copy.deepcopy(primed)
+    for state in _recurrent(cache, number):
+        state.fill_(torch.nan)
+    _compute(model, cache, 4, 6)
+    return any(bool(state.isnan().any()) for state in _recurrent(cache, number))
+
+
+def _one_by_one(forward: Callable[..., Tensor], number: int) -> Callable[..., Tensor]:
+    signature = inspect.signature(forward)
+
+    def stepping(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        cache = next((value for value in given.values() if isinstance(value, Cache)), None)
+        hidden = given["hidden_states"]
+        if cache is None or hidden.shape[1] == 1 or not cache.has_previous_state(number):
+            return forward(*args, **kwargs)
+        assert given.get("attention_mask") is None, "a single sequence has no padding"
+        steps = []
+        for token in hidden.split(1, dim=1):
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments["hidden_states"] = token
+            steps.append(forward(*bound.args, **bound.kwargs))
+        return torch.cat(steps, dim=1)
+
+    return stepping
+
+
+def writers(model: Any, cache: Any, method: str) -> dict[int, list[Any]]:
+    """By layer, the modules that call this method of its cache in a forward of a few tokens, one after the other."""
+    inside: list[Any] = []  # the modules whose forward is running, the innermost last
+    found: dict[int, list[Any]] = {}
+
+    def watched(number: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            found.setdefault(number, []).append(inside[-1])
+            return call(*args, **kwargs)
+
+        return spy
+
+    def enter(module: Any, _: Any) -> None:
+        inside.append(module)
+
+    def leave(module: Any, *_: Any) -> None:
+        inside.pop()
+
+    watching = [(number, layer) for number, layer in enumerate(cache.layers) if hasattr(layer, method)]
+    for number, layer in watching:
+        setattr(layer, method, watched(number, getattr(layer, method)))
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        _compute(model, cache, 0, 4)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for _, layer in watching:
+            delattr(layer, method)
+    return found
+
+
+def _compute(model: Any, cache: Any, start: int, stop: int) -> None:
+    ids = torch.arange(start, stop, device=model.device)[None]
+    compute(model, cache, input_ids=ids, position_ids=ids)
+
+
+def _recurrent(cache: Any, number: int) -> list[Tensor]:
+    """The recurrent states of a layer, without those that only hold the last few tokens' ids."""
+    states = getattr(cache.layers[number], "recurrent_states", {})
+    return [state for state in states.values() if state is not None and state.is_floating_point()]

@@ -1,0 +1,461 @@
+"""What the engine's own thread does in a turn. What other threads may call is in `engine.py`.
+
+A turn: take in ended copies, new and aborted requests, admit requests (`scheduler.py`), decode one token for each
+answer, in as few forwards as their lengths allow, then prefill as many prompts as a budget of tokens allows: whole
+chunks alone, the tails after them together. Prompts take turns, so a long one delays no answer by more than a chunk. A
+deterministic engine computes every request alone and keeps only pages from prefill, so that an answer depends, to the
+last bit, on its prompt alone.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.scheduler import Prompt
+from kvarve.core.requests.lease import Lease
+from kvarve.errors import Broken
+from kvarve.pages.ticket import Ticket
+from kvarve.reference.engine.batch import Batch, batches, by_length, spare_tokens
+from kvarve.reference.engine.counts import EngineCounts
+from kvarve.reference.engine.fatal_errors import fatal_assertions, fatal_errors
+from kvarve.reference.engine.inputs import Input, decode, encode
+from kvarve.reference.engine.job import Job, find_stop, held_back
+from kvarve.reference.engine.model import LoadedModel, forward
+from kvarve.reference.engine.paging import PagedWorkspace
+from kvarve.reference.engine.prefill import GROW_WAIT_S, room_comes
+from kvarve.reference.engine.request_scheduler import Scheduler, within
+from kvarve.reference.engine.requests import Finish, Likelihood, OutputChunk, Request, TokenUsage
+from kvarve.reference.engine.sampling import choose_all, likelihood
+from kvarve.reference.engine.tails import Tails, tails
+
+log = logging.getLogger(__name__)
+
+
+class Call(NamedTuple):
+    """What another thread asks for: `run` does it here, and `order` has the other ranks do the same."""
+
+    order: Input | None
+    run: Callable[[], object]
+    begins: Callable[[], bool] = lambda: True  # False if it is not asked for any more
+
+
+class Turns:
+    """Computes accepted requests turn by turn, until each has had its last output."""
+
+    def __init__(
+        self, model: LoadedModel, cache: PrefixCache, *, max_running: int, turn_tokens: int, deterministic: bool
+    ) -> None:
+        self.model, self.cache, self.deterministic = model, cache, deterministic
+        self._cache = fatal_errors(cache)
+        if cache.ranks == 1:
+            cache.load_by_layers()  # of several ranks none knows which layers have come on the others
+        self.counts = EngineCounts()
+        self._turn_tokens = turn_tokens
+        self.batches = not deterministic and batches(model.model, model.layout)
+        self._tails = tails(model.model, model.layout) if self.batches else Tails()
+        self._spare = spare_tokens(model.model, model.layout)
+        self._batches: dict[tuple[PagedWorkspace, ...], Batch] = {}  # of the last turn
+        self.scheduler: Scheduler[Job] = Scheduler(
+            self._cache,
+            max_running=max_running,
+            page_tokens=model.layout.page_tokens,
+            chunk_tokens=model.layout.chunk_tokens,
+            reopen=self._reopen_lease,
+            begin=self._begin,
+            stop=self._stop,
+            fail=self._fail,
+            clock=self._now,
+        )
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # what other threads ask for
+        self._taken: list[Call] = []  # for this turn
+        self._accepted: dict[int, Request] = {}  # by number, until its last output
+        self._jobs: dict[int, Job] = {}  # by number: the accepted requests that the engine's thread has seen
+        self._lock = threading.Lock()
+        self._last = False  # this turn is the last one
+        self._ended = False  # the thread runs no more calls
+
+    def _now(self) -> float:
+        """The time of this turn, on all ranks the same."""
+        return self.cache.scheduler.now
+
+    def _take_calls(self) -> bytes:
+        """Take what was asked for until now; the inputs among it, for the other ranks."""
+        inputs: list[Input] = []
+        while not self._calls.empty():
+            call = self._calls.get()
+            if call.begins():
+                self._taken.append(call)
+                inputs += () if call.order is None else (call.order,)
+        return encode(inputs) if self.cache.ranks > 1 else b""
+
+    def _run_calls(self, said: bytes) -> None:
+        """Do what was asked for; on any rank but the first, what rank 0 says."""
+        while self._taken:
+            self._taken.pop(0).run()
+        for order in decode(said) if self.cache.rank else ():
+            self._do(order)
+
+    def _do(self, order: Input) -> None:
+        """Carry out an input of another rank's."""
+        raise NotImplementedError
+
+    def _turn(self) -> bool:
+        """One turn; False if there was nothing to compute."""
+        # First: it clears the wake-up flag, so a call that sets it later is not slept through.
+        self._run_calls(self._cache.step(self._take_calls))
+        if self._last:
+            return False
+        before = self.counts.computed_tokens + self.counts.output_tokens
+        self.scheduler.admit()
+        answers = self._decodable()
+        groups = self._group([job for job in answers if self.batches and not job.alone])
+        grouped = {id(job) for group in groups for job in group}
+        alone = [job for job in answers if id(job) not in grouped]
+        for group in groups:
+            self._decode_batch(group)
+        for job in alone:
+            self._guarded(job, self._decode_one)
+        prompts = [job for job in self.scheduler.running if job.prefilling and not self._is_short(job)]
+        here = [job for job in prompts if job.workspace is None or not job.workspace.arriving]
+        if answers or here:  # else there is nothing to compute while pages are copied but the layers that have come
+            prompts = here
+        left = self._turn_tokens - len(answers)
+        pieces = [*within(left, [(job, self._chunk_end(job) - job.computed) for job in prompts])]
+        ends = [job for job in pieces if self._is_tail(job)]
+        together = [[ends[at] for at in group] for group in self._tails.groups([self._shape(job) for job in ends])]
+        grouped = {id(job) for group in together for job in group}
+        for job in pieces:
+            if id(job) not in grouped:
+                self._guarded(job, self._prefill_chunk)
+        for group in together:
+            self._prefill_tails(group)
+        if computed := self.counts.computed_tokens + self.counts.output_tokens - before:
+            self.counts.turn_tokens.observe(computed)
+        return bool(answers or pieces)
+
+    def _guarded(self, job: Job, compute: Callable[[Job], None]) -> None:
+        if job.workspace is None and compute != self._resume:
+            return  # it has ended or was preempted in this very turn
+        try:
+            compute(job)
+        except Broken:
+            raise
+        except Exception as e:  # one request's error (memory, a broken kernel) is not the others'
+            log.exception("request %d", job.request.number)
+            self._end(job, Finish.ERROR, f"{type(e).__name__}: {e}")
+
+    # --- starting and stopping requests
+
+    def _enqueue(self, request: Request, prompt: Prompt) -> None:
+        if self._ended:
+            return  # `_notify_all` tells it
+        first = None if request.sample_of is None else self._jobs.get(request.sample_of)
+        lease = self._cache.open(
+            prompt,
+            read=request.read_cache,
+            priority=request.priority,
+            ticket=request.ticket,
+            unix_s=request.submitted_unix_s,
+            again=first is not None,
+        )
+        try:
+            job = Job(request, prompt, lease, self.model, first)
+        except Exception as e:  # one request's error (memory, say) is not the others'
+            log.exception("request %d", request.number)
+            self._cache.close(lease)
+            usage = TokenUsage.of(len(request.prompt), 0, None)
+            self._finish(request, OutputChunk("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
+            return
+        self._jobs[request.number] = job
+        self.scheduler.join(job)
+
+    def _reopen_lease(self, job: Job) -> Lease:
+        """A new lease for a request that waits again. The answer so far is prefilled like the prompt, except in an
+        engine that computes rows alone: there it is replayed token by token, which gives the same bits."""
+        request = job.request
+        if self.batches:
+            job.prefill_until = job.length
+        job.leased_tokens = job.prefill_until
+        prompt = job.packed
+        if job.prefill_until > job.prompt:
+            prompt = self._cache.prompt(job.sequence(0, job.prefill_until), request.salt)
+        return self._cache.open(prompt, read=request.read_cache, priority=request.priority, again=job.lease.counted)
+
+    def _begin(self, job: Job) -> None:
+        self._guarded(job, self._resume)
+
+    def _resume(self, job: Job) -> None:
+        self.model.require_same()
+        with fatal_assertions():
+            job.workspace = PagedWorkspace.resumed(
+                self._cache, job.lease, self.model.layout, job.prompt + job.max_new_tokens
+            )
+        if job.queued_s is None:
+            if not job.reasons:
+                job.reasons |= self._cache.explain(job.lease)
+                job.counts_prompt = True
+            self.counts.began(job, time.monotonic())
+
+    def _stop(self, job: Job) -> None:
+        self.counts.preempted += 1
+        job.workspace = None
+
+    def _fail(self, job: Job, why: str) -> None:
+        self._end(job, Finish.ERROR, why)
+
+    def _decodable(self) -> list[Job]:
+        """The decoding requests with slots for one more token, after younger ones were preempted if need be."""
+        answers = [job for job in self.scheduler.running if not job.prefilling]
+        found = []
+        for job in sorted(answers, key=lambda job: job.admitted_seq):
+            if job.workspace is not None and self.scheduler.reserved(job):
+                found.append(job)
+        for job in found:
+            if job.workspace is not None:  # else it was preempted for another
+                self._guarded(job, self._take_seats)
+        return [job for job in found if job.workspace is not None]
+
+    def _take_seats(self, job: Job) -> None:
+        if not job.state.reserved(job.computed + 1):
+            with fatal_assertions():
+                job.state.take_seats(self._cache, job.lease, job.computed // self.model.layout.page_tokens)
+
+    # --- computing
+
+    def _chunk_end(self, job: Job) -> int:
+        """Where the next chunk of a prompt ends."""
+        return self.model.layout.chunk_end(job.computed, job.prefill_until, job.lease.snapshots)
+
+    def _is_tail(self, job: Job) -> bool:
+        """Whether its next chunk does not end at a line of the grid, so that none of it will be published."""
+        return not job.alone and self._chunk_end(job) % self.model.layout.grid_tokens != 0
+
+    def _shape(self, job: Job) -> tuple[int, int]:
+        return job.computed, self._chunk_end(job) - job.computed
+
+    def _is_short(self, job: Job) -> bool:
+        """Whether its next chunk should wait a moment for evictions that free slots for its pages."""
+        if not room_comes(self._cache, job.lease, self.model.layout, self._chunk_end(job)):
+            job.short_s = None
+            return False
+        now = self._now()
+        job.short_s = now if job.short_s is None else job.short_s
+        return now - job.short_s < GROW_WAIT_S
+
+    def _keep(self, job: Job) -> None:
+        """Publish pages at a line of the grid; ModelError if the model was changed."""
+        if job.computed % self.model.layout.grid_tokens == 0:
+            self.model.require_same()
+            with fatal_assertions():
+                job.state.keep(self._cache, job.lease)
+
+    def _prefill_chunk(self, job: Job) -> None:
+        """Compute the next chunk, and keep the pages if it ends at a line of the grid."""
+        state, start, stop = job.state, job.computed, self._chunk_end(job)
+        ids = torch.tensor([job.sequence(start, stop)], device=state.device)
+        logits = forward(self.model.model, state, ids)
+        self._prefilled(job, stop - start)
+        self._keep(job)
+        if stop == job.length:
+            self._sample([job], logits[None])
+
+    def _prefilled(self, job: Job, tokens: int) -> None:
+        self.counts.computed_tokens += tokens
+        self.scheduler.running.remove(job)
+        self.scheduler.running.append(job)
+
+    def _prefill_tails(self, jobs: list[Job]) -> None:
+        """Compute the tails of several prompts, of which nothing is published."""
+        ids = [job.sequence(job.computed, self._chunk_end(job)) for job in jobs]
+        try:
+            logits = self._tails.forward(self.model.model, [job.state for job in jobs], ids)
+        except Broken:
+            raise
+        except Exception:  # to find the one at fault, each is computed alone
+            log.exception("the ends of %d prompts", len(jobs))
+            self._retry_alone(jobs)
+            return
+        for job, tokens in zip(jobs, ids, strict=True):
+            self._prefilled(job, len(tokens))
+        self._sample(jobs, logits)
+
+    def _retry_alone(self, jobs: list[Job]) -> None:
+        """A forward of several requests failed: compute each alone, from its cached pages, to find the one at fault."""
+        for job in sorted(jobs, key=lambda job: job.admitted_seq):
+            job.alone = True
+            self.scheduler.preempt(job)
+
+    def _decode_one(self, job: Job) -> None:
+        """Compute the last token of a request, and sample the next."""
+        at = job.computed
+        logits = forward(self.model.model, job.state, torch.tensor([job.sequence(at, at + 1)], device=job.state.device))
+        self._decoded(job)
+        if job.computed == job.length:  # else it replays its answer after a preemption
+            self._sample([job], logits[None])
+
+    def _group(self, jobs: list[Job]) -> list[list[Job]]:
+        """Requests that are decoded together; a job that is in no group is decoded alone."""
+        jobs = sorted(jobs, key=lambda job: (job.computed, job.admitted_seq))
+        groups = [[jobs[at] for at in group] for group in by_length([job.computed for job in jobs], self._spare)]
+        batches, self._batches = self._batches, {}
+        for group in groups:
+            states = tuple(job.state for job in group)
+            if len(group) > 1 and states in batches:
+                self._batches[states] = batches.pop(states)
+        batches.clear()  # before new ones are made, or both would take memory
+        for group in groups:
+            for job in group if len(group) == 1 else ():
+                self._guarded(job, lambda job: job.state.own())
+        return [group for group in groups if len(group) > 1]
+
+    def _decode_batch(self, jobs: list[Job]) -> None:
+        """Decode one token for each of several requests in one forward."""
+        states = tuple(job.state for job in jobs)
+        ids = [job.sequence(job.computed, job.computed + 1)[0] for job in jobs]
+        try:
+            if states not in self._batches:
+                self._batches[states] = Batch(states)
+            logits = self._batches[states].forward(self.model.model, ids)
+        except Broken:
+            raise
+        except Exception:  # to find the one at fault, each is computed alone
+            log.exception("a batch of %d requests", len(jobs))
+            self._batches.pop(states, None)
+            self._retry_alone(jobs)
+            return
+        for job in jobs:
+            self._guarded(job, self._decoded)
+        ready = [row for row, job in enumerate(jobs) if job.workspace is not None and job.computed == job.length]
+        if ready:
+            rows = logits if len(ready) == len(jobs) else logits[torch.tensor(ready, device=logits.device)]
+            self._sample([jobs[row] for row in ready], rows)
+
+    def _decoded(self, job: Job) -> None:
+        state = job.state
+        if not self.deterministic and state.tokens % self.model.layout.chunk_tokens == 0:
+            self._cache.extend(job.lease, job.sequence(job.leased_tokens, state.tokens))
+            job.leased_tokens = state.tokens
+            self._keep(job)
+
+    # --- sampling and output
+
+    def _sample(self, jobs: list[Job], logits: Tensor) -> None:
+        """Sample a token for each job from logits [jobs, vocabulary], and emit it."""
+        for job, row in zip(jobs, logits, strict=True):
+            if job.request.watch is not None:
+                self._guarded(job, lambda job, row=row: job.request.watch(row))  # type: ignore[misc]
+        rows = [row for row, job in enumerate(jobs) if job.workspace is not None]
+        if len(rows) < len(jobs):
+            jobs, logits = [jobs[row] for row in rows], logits[torch.tensor(rows, device=logits.device)]
+        try:
+            chosen = choose_all(logits, [job.draw for job in jobs])
+        except Exception:  # to find the one at fault, each is sampled alone
+            log.exception("sampling for %d requests", len(jobs))
+            for job, row in zip(jobs, logits, strict=True):
+                self._guarded(job, lambda job, row=row: self._sample_one(job, row))  # type: ignore[misc]
+            return
+        for job, token, row in zip(jobs, chosen, logits, strict=True):
+            self._guarded(job, lambda job, token=token, row=row: self._emit(job, token, row))  # type: ignore[misc]
+
+    def _sample_one(self, job: Job, logits: Tensor) -> None:
+        (token,) = choose_all(logits[None], [job.draw])
+        self._emit(job, token, logits)
+
+    def _emit(self, job: Job, token: int | None, logits: Tensor) -> None:
+        """Append a token, and deliver the text that no later token can change."""
+        if token is None:
+            raise ValueError("the model's logits are not numbers")
+        sampling = job.request.sampling
+        asked = sampling.logprobs
+        likely = () if asked is None else (likelihood(logits, token, asked, job.characters),)
+        ends = token in job.ends
+        text = "" if ends else job.detokenizer.push(token)  # before it counts, as it may fail
+        job.output_ids.append(token)
+        self._cache.note(token.to_bytes(4, "little"))
+        self.counts.sampled(job, time.monotonic())
+        if ends:
+            self._end(job, Finish.STOP, last=(token,), likely=likely, matched=token)
+            return
+        job.text += text
+        job.characters += len(text)
+        if (cut := find_stop(job.text, job.stops)) is not None:
+            matched = next(stop for stop in job.stops if job.text.startswith(stop, cut))
+            job.text = job.text[:cut]
+            self._end(job, Finish.STOP, last=(token,), likely=likely, flush=False, matched=matched)
+        elif len(job.output_ids) >= sampling.max_tokens:
+            self._end(job, Finish.LENGTH, last=(token,), likely=likely)
+        else:
+            held = held_back(job.text, job.stops)
+            text, job.text = job.text[: len(job.text) - held], job.text[len(job.text) - held :]
+            if job.request.number in self._accepted:
+                usage = self._usage(job) if len(job.output_ids) == 1 else None
+                self._deliver(job.request, OutputChunk(text, (token,), usage=usage, likelihoods=likely))
+
+    def _end(
+        self,
+        job: Job,
+        finish: Finish,
+        error: str = "",
+        last: tuple[int, ...] = (),
+        likely: tuple[Likelihood, ...] = (),
+        flush: bool = True,
+        matched: int | str | None = None,
+    ) -> None:
+        if self._jobs.get(job.request.number) is not job:
+            return
+        if flush:
+            try:
+                job.text += job.detokenizer.flush()
+                if (cut := find_stop(job.text, job.stops)) is not None:
+                    job.text = job.text[:cut]
+            except Exception as e:  # the tokenizer failed; the text that was held back is lost
+                log.exception("request %d", job.request.number)
+                finish, error = Finish.ERROR, error or f"{type(e).__name__}: {e}"
+        self.scheduler.leave(job)
+        job.workspace = None
+        if not self.scheduler.running:
+            self._batches.clear()
+        usage = self._usage(job)
+        ticket = None
+        if finish in (Finish.STOP, Finish.LENGTH):
+            ticket = self._export(job)
+            self.counts.answered(job)
+        self._cache.close(job.lease)
+        self.counts.ended(job)
+        self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket, matched))
+
+    def _usage(self, job: Job) -> TokenUsage:
+        return TokenUsage.of(len(job.request.prompt), len(job.output_ids), job.reasons, job.queued_s)
+
+    def _export(self, job: Job) -> Ticket | None:
+        hand_over_s = job.request.hand_over_s
+        return None if hand_over_s is None else self._cache.export(job.lease, time.time() + hand_over_s, job.packed)
+
+    def _finish(self, request: Request, output: OutputChunk) -> None:
+        """Deliver the last output of a request, if it has had none."""
+        with self._lock:
+            if self._accepted.pop(request.number, None) is None:
+                return
+            self._jobs.pop(request.number, None)
+            assert output.finish is not None
+            self.counts.ends[output.finish] += 1
+        log.debug("request %d: %s, %s", request.number, output.finish.value, output.usage)
+        self._deliver(request, output)
+
+    def _deliver(self, request: Request, output: OutputChunk) -> None:
+        try:
+            (request.deliver or request.outputs.put)(output)
+        except Exception:  # the listener is gone or broken (a closed event loop, say), which is not our error
+            log.exception("request %d: its listener failed", request.number)
+
+    def _abort(self, request: Request) -> None:
+        job = self._jobs.get(request.number)
+        if job is not None and job.request is request:
+            self._end(job, Finish.ABORT)

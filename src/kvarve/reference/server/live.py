@@ -1,0 +1,349 @@
+"""What the live page at `/` shows: numbers, ids and keys of one server for its operator, and no prompt's text.
+
+A thread takes a sample of the counters every `EVERY_S`, so that the last minutes are there when an operator opens the
+page. The rest is put together on demand, at most once in `FRESH_S` however many viewers there are. The engine's thread
+is asked for the hottest prefixes alone, and is not waited for if it is busy.
+"""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from kvarve import __version__
+from kvarve.core.cache import Hottest
+from kvarve.core.copies.effects import Refusal
+from kvarve.core.observe.reasons import HITS, Reason
+from kvarve.errors import KvarveError
+from kvarve.pages.keys import group_name, root_key
+from kvarve.pages.pools import MEMORY_TIERS, Tier
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.server.recent import Recent
+from kvarve.reference.server.request_log import Responses
+from kvarve.reference.server.work_threads import apart
+from kvarve.system.background import BackgroundCall
+
+log = logging.getLogger(__name__)
+
+EVERY_S, SAMPLES = 2.0, 150  # five minutes
+FRESH_S = 0.5
+STORAGE_EVERY = 5  # samples; a storage may be slow to say what it holds
+HOTTEST = 20
+ASK_S, ASKED_S = 0.2, 600.0  # how long the engine's thread is waited for, and when the question is given up
+SLOW_S = 5.0  # from then on a call, or an engine that does not answer, is trouble
+REFUSALS = {
+    Refusal.FULL: "storage has no room: nothing is stored",
+    Refusal.READ_ONLY: "storage can only be read: nothing is stored",
+}
+KEY_DIGITS = 16  # of a page's key, which is how `kvarve storage ls` begins to name it
+
+# The files of the page, and their media types.
+FILES = {"page.html": "text/html", "page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+def page_routes() -> APIRouter:
+    """The page's files, which say nothing of the server."""
+    router, folder = APIRouter(), files("kvarve.reference.server") / "page"
+
+    def answer(name: str, media_type: str) -> Callable[[], Response]:
+        content = (folder / name).read_bytes()
+
+        def file() -> Response:
+            return Response(content, media_type=media_type, headers=HEADERS)
+
+        return file
+
+    for name, media_type in FILES.items():
+        path = "/" if name == "page.html" else f"/live/{name}"
+        router.get(path, include_in_schema=False)(answer(name, media_type))
+    return router
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The state at one moment, and what has happened since the sample before it."""
+
+    unix_s: float
+    used: Mapping[str, float]  # bytes of pages, by "tier.pool"
+    stored: float | None  # bytes in storage, if it is known
+    tokens: Mapping[Reason, int]  # of prompts of ended requests
+    ttft_s: tuple[float | None, float | None, int]
+    running: int
+    waiting: int
+
+
+class Live:
+    """The numbers of one server. The thread that samples ends when the engine is told to shut down."""
+
+    def __init__(
+        self, engine: Engine, name: str, *, tokenizing: Callable[[], int], rejected: Callable[[], Mapping[int, int]]
+    ) -> None:
+        """`name`: of the model; `tokenizing`: requests that are being prepared; `rejected`: how many, by status."""
+        self._engine, self._cache, self._name = engine, engine.cache, name
+        self._tokenizing, self._rejected = tokenizing, rejected
+        namespace = engine.cache.identity.fingerprint()
+        self.recent = Recent(lambda salt: group_name(root_key(namespace, salt)))
+        self._began_s = time.monotonic()
+        self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
+        self._reasons: dict[Reason, int] = {}  # at the last sample
+        self._moved: dict[str, float] = {}  # bytes that each lane had moved by then, and
+        self._moved_s, self._rates = self._began_s, dict[str, float]()  # a second, since the sample before that
+        self._storage: dict[str, Any] = {}
+        self._countdown = 0  # samples until the storage is asked again
+        self._hottest: list[Hottest] = []
+        self._hottest_s = self._began_s  # when they were told
+        self._asking: Future[list[Hottest]] | None = None
+        self._asked_s = 0.0
+        self._fresh: tuple[float, bytes] | None = None  # until when it is, and what
+        self._making: asyncio.Task[bytes] | None = None
+        self._tiers = [tier for tier in MEMORY_TIERS if _size(tier, engine.cache.stats())]  # that can hold pages
+        self._cache.watch()
+        threading.Thread(target=self._sample_all, name="kvarve live", daemon=True).start()
+
+    # --- any thread
+
+    async def data(self) -> Response:
+        """The endpoint; viewers share an answer."""
+        now = time.monotonic()
+        if self._fresh is not None and now < self._fresh[0]:
+            content = self._fresh[1]
+        else:
+            if self._making is None:
+                self._making = asyncio.ensure_future(apart(self.json))
+                self._making.add_done_callback(self._made)
+            content = await asyncio.shield(self._making)
+        return Response(content, media_type="application/json", headers=HEADERS | {"Cache-Control": "no-store"})
+
+    def _made(self, made: "asyncio.Task[bytes]") -> None:
+        self._making = None
+        if not made.cancelled() and made.exception() is None:
+            self._fresh = time.monotonic() + FRESH_S, made.result()
+
+    def json(self) -> bytes:
+        return json.dumps(self.told(), separators=(",", ":")).encode()
+
+    def told(self) -> dict[str, Any]:
+        """All that the page shows."""
+        self._look()
+        now, engine, stats = time.monotonic(), self._engine, self._cache.stats()
+        running, waiting = engine.load()
+        open_count, open_requests = self.recent.open(now)
+        p50, p95, count = self.recent.ttfts(now)
+        return {
+            "model": self._name,
+            "version": __version__,
+            "up": not engine.broken,
+            "now": round(time.time(), 3),
+            "up_s": round(now - self._began_s, 1),
+            "running": running,
+            "waiting": waiting,
+            "tokenizing": self._tokenizing(),
+            "rejected": {str(status): count for status, count in sorted(self._rejected().items())},
+            "preempted": engine.counts.preempted,
+            "ttft_s": {"p50": p50, "p95": p95, "requests": count},
+            "trouble": self._trouble(stats, now),
+            "page_tokens": stats["page_tokens"],
+            "tiers": [self._tier(tier, stats) for tier in self._tiers],
+            "storage": self._storage,
+            "history": self._history(),
+            "lanes": self._lanes(stats),
+            "hottest": [_prefix(each, self._cache.identity.page_tokens) for each in self._hottest],
+            "hottest_ago_s": round(now - self._hottest_s, 1),
+            "open": {"count": open_count, "requests": open_requests},
+            "requests": self.recent.ended(now),
+            "reasons": {reason.value: reason.meaning for reason in Reason},
+        }
+
+    def sample(self) -> None:
+        """Take a sample of the counters; the thread does it."""
+        now, stats, counts = time.monotonic(), self._cache.stats(), self._engine.counts
+        if self._countdown == 0:
+            self._storage = self._of_storage()
+        self._countdown = (self._countdown + 1) % STORAGE_EVERY
+        reasons = dict(counts.reasons)
+        del reasons[Reason.ANOTHER_SAMPLE]
+        moved = {name: flow.bytes.sum for name, flow in self._cache.flows().items()}
+        seconds = max(1e-3, now - self._moved_s)
+        self._rates = {name: (size - self._moved.get(name, 0.0)) / seconds for name, size in moved.items()}
+        self._samples.append(
+            _Sample(
+                time.time(),
+                {place: used * stats[f"slot_bytes.{place}"] for place, used in _under("used.", stats).items()},
+                self._storage.get("bytes"),
+                {reason: tokens - self._reasons.get(reason, 0) for reason, tokens in reasons.items()},
+                self.recent.ttfts(now),
+                *self._engine.load(),
+            )
+        )
+        self._reasons, self._moved, self._moved_s = reasons, moved, now
+
+    # --- its own thread
+
+    def _sample_all(self) -> None:
+        failed = False
+        while not self._engine.ends(EVERY_S):
+            try:
+                self.sample()
+            except Exception:  # a page that lacks samples is better than none, and the next one may do
+                if not failed:
+                    log.exception("the live page lacks a sample")
+                failed = True
+
+    def _of_storage(self) -> dict[str, Any]:
+        status = self._engine.admin.status()
+        names = (
+            "attached",
+            "up",
+            "for_s",
+            "last_error",
+            "bytes",
+            "capacity_bytes",
+            "objects",
+            "room_bytes",
+            "read_only",
+        )
+        return {name: status.get(name) for name in (*names, "lost_objects", "damaged_objects")}
+
+    # --- parts of the answer
+
+    def _look(self) -> None:
+        """Ask the engine's thread for the hottest prefixes. While it is busy the last answer stays."""
+        if self._asking is None:
+            self._asked_s = time.monotonic()
+            what = self._cache.hottest
+            self._asking = BackgroundCall(
+                "kvarve asks", lambda: self._engine.ask(lambda: what(HOTTEST), ASKED_S)
+            ).future
+        if wait([self._asking], ASK_S).done:
+            asked, self._asking = self._asking, None
+            try:
+                self._hottest, self._hottest_s = asked.result(), time.monotonic()
+            except KvarveError:  # it has ended
+                self._hottest = []
+
+    def _tier(self, tier: Tier, stats: Mapping[str, float]) -> dict[str, Any]:
+        name, pools = tier.name.lower(), []
+        for pool in self._cache.pools:
+            place = f"{name}.{pool.name}"
+            used = stats[f"used.{place}"]
+            pools.append(
+                {
+                    "name": pool.name,
+                    "pages": used,
+                    "bytes": used * stats[f"slot_bytes.{place}"],
+                    "evicted": stats[f"evicted.{place}"],
+                }
+            )
+        return {"name": name, "capacity_bytes": _size(tier, stats), "pools": pools}
+
+    def _history(self) -> dict[str, Any]:
+        samples = [*self._samples]
+        return {
+            "every_s": EVERY_S,
+            "unix_s": [round(each.unix_s, 1) for each in samples],
+            "bytes": {
+                tier.name.lower(): [
+                    sum(size for place, size in each.used.items() if place.startswith(f"{tier.name.lower()}."))
+                    for each in samples
+                ]
+                for tier in self._tiers
+            }
+            | ({"storage": [each.stored for each in samples]} if self._storage.get("attached") else {}),
+            "prompt_tokens": [sum(each.tokens.values()) for each in samples],
+            "cached_tokens": {
+                tier.name.lower(): [each.tokens.get(hit, 0) for each in samples]
+                for tier, hit in zip(Tier, HITS, strict=True)
+            },
+            "ttft_p50_s": [each.ttft_s[0] for each in samples],
+            "ttft_p95_s": [each.ttft_s[1] for each in samples],
+            "running": [each.running for each in samples],
+            "waiting": [each.waiting for each in samples],
+        }
+
+    def _lanes(self, stats: Mapping[str, float]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": name,
+                "waiting": waiting,
+                "running": stats[f"lane_running.{name}"],
+                "bytes_per_s": round(self._rates.get(name, 0.0)),
+                "failed": stats[f"lane_failed.{name}"],
+                "stuck_s": round(stats[f"lane_stuck_s.{name}"], 3),
+            }
+            for name, waiting in _under("lane_waiting.", stats).items()
+        ]
+
+    def _trouble(self, stats: Mapping[str, float], now: float) -> list[str]:
+        """What an operator should look at first, in words."""
+        found = [self._engine.broken] if self._engine.broken else []
+        if self._asking is not None and (silent_s := now - self._asked_s) > SLOW_S:
+            found.append(f"the engine has not answered for {silent_s:.0f} s: one step takes so long, or it hangs")
+        if self._cache.attached is not None and not self._cache.up:
+            found.append("storage does not answer: requests go on without it")
+        elif stats["stores_refused"]:
+            found.append(REFUSALS[Refusal(int(stats["stores_refused"]))])
+        elif stats["stores_backing_off"]:
+            found.append("stores back off, since storage has failed")
+        if lost := self._storage.get("lost_objects"):
+            found.append(f"objects that storage has lost, as its files are damaged or gone: {lost}")
+        if damaged := self._storage.get("damaged_objects"):
+            found.append(f"objects that storage could not read: {damaged}")
+        if stats["offload_paused"]:
+            found.append("storing is paused, since too little of what is stored is used")
+        for name, stuck_s in _under("lane_stuck_s.", stats).items():
+            if stuck_s > SLOW_S:
+                found.append(f"lane {name}: a call has been running for {stuck_s:.0f} s")
+        bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage") if stats[f"bad_{tier}"]}
+        found += [f"pages from {tier} that failed their check: {count:.0f}" for tier, count in bad.items()]
+        return found
+
+
+def rejections(responses: Responses) -> dict[int, int]:
+    """How many requests got each status from 400 on."""
+    found = Counter[int]()
+    for (_, _, status), count in [*responses.items()]:
+        if status >= 400:
+            found[status] += count
+    return dict(found)
+
+
+def _prefix(prefix: Hottest, page_tokens: int) -> dict[str, Any]:
+    return {
+        "key": prefix.key.hex()[:KEY_DIGITS],
+        "group": group_name(prefix.root),
+        "tokens": prefix.pages * page_tokens,
+        "pages": prefix.pages,
+        "hits": prefix.hits,
+        "device": prefix.device,
+        "host": prefix.host,
+        "storage": prefix.storage,
+        "resumes": None if prefix.resumes is None else prefix.resumes.name.lower(),
+    }
+
+
+def _size(tier: Tier, stats: Mapping[str, float]) -> float:
+    """Bytes of a memory tier."""
+    return stats.get(f"memory_bytes.{tier.name.lower()}", 0)
+
+
+def _under(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in stats.items() if name.startswith(prefix)}

@@ -1,0 +1,492 @@
+"""A model, its cache, its engine and an HTTP server as one unit that starts completely or not at all."""
+
+import asyncio
+import errno
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, cast
+
+import torch
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.worker import check
+from kvarve.core.slots.extents import Cut
+from kvarve.errors import Broken, ConfigError, StorageError
+from kvarve.memory.seals import seal_of
+from kvarve.metrics import parse_compat
+from kvarve.pages.sizes import format_size
+from kvarve.ranks.group import ALL
+from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.families import reads, takes
+from kvarve.reference.engine.model import (
+    LoadedModel,
+    check_device,
+    check_model,
+    keeping_answers,
+    load_model,
+    quiet_libraries,
+    with_chat_template,
+    with_context,
+)
+from kvarve.reference.engine.rank_processes import Place, Ranks, check_ranks, device_of, started, threads_of
+from kvarve.reference.server.app import create_app
+from kvarve.reference.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connections, raise_descriptors
+from kvarve.reference.server.kv_events import KvEvents, KvEventsConfig
+from kvarve.reference.server.logs import OncePerSecond
+from kvarve.reference.server.middleware import Edge
+from kvarve.reference.server.serve_settings import Settings, check_key
+from kvarve.reference.server.spans import Traces, check_endpoint
+from kvarve.reference.server.starting import Starting, tell_systemd
+from kvarve.reports import check_file
+from kvarve.storage import StorageUsage
+from kvarve.storage.urls import parse_urls, shown
+from kvarve.system.heap import bound_heaps, spare_from_collection
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 128
+MOST_THREADS = 1024  # of torch, which aborts the process if it cannot start more
+START_S = 0.01  # between two looks whether uvicorn listens
+BROKEN_S = 0.5  # between two looks whether the ranks have ended
+LEAVE_S = 5.0  # how long clients may take to read the end of their answers at shutdown
+
+
+class Server:
+    """Serves from construction to `stop`. Raises a KvarveError if it cannot start, and has changed nothing then.
+
+    Cheap checks come first: settings, the checkpoint's form, the port, the weights, memory and storage; only then is
+    storage opened.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Ranks | None = None,
+        starting: Starting | None = None,
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`ranks`: of a model that several processes compute, of which this is rank 0. `starting`: hears its phases.
+        `loaded` is called when all is loaded, before the first request."""
+        self.settings, starting = settings, starting or Starting()
+        check_settings(settings)
+        page, chunk = settings.page_tokens, settings.chunk_tokens
+        check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
+        self.edge = edge = Edge(settings)
+        with ExitStack() as undo:
+            listener = undo.enter_context(bind(settings.host, settings.port))
+            self.url = _url(listener, settings.tls_cert is not None)
+            starting.begins("loading weights", _weights(settings))
+            model = _model(settings, ranks)
+            starting.begins("dividing memory", _memory(settings))
+            self.slots = check(model.identity, settings.cache, settings.device)
+            _listen(listener, self.url)
+            if settings.cache.storages:
+                starting.begins("opening storage", ", then ".join(map(shown, settings.cache.storages)))
+            self.engine = _engine(settings, model, ranks)
+            undo.callback(self.engine.cache.shutdown, store=False)  # nothing is; other ranks take no turns yet
+            self.kv_events = _kv_events(settings, model)
+            if self.kv_events is not None:
+                undo.callback(self.kv_events.close)
+                self.engine.cache.tell(self.kv_events)
+            self.traces: Traces | None = None
+            if settings.otlp_traces_endpoint is not None:
+                self.traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name or model.name)
+                undo.callback(self.traces.close)
+            self.connections = edge.connections()
+            app = create_app(
+                self.engine,
+                name=settings.served_model_name,
+                keys=edge.keys,
+                max_body_bytes=settings.max_body_bytes,
+                connections=self.connections,
+                around=edge.around(listener.getsockname()[0]),
+                metrics_compat=settings.metrics_compat,
+                traces=self.traces,
+            )
+            self._http = _http(app, self.connections, edge)
+            self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
+            if ranks is not None:
+                ranks.assemble()
+            loaded()
+            undo.pop_all()
+        self.engine.start()
+        self._thread.start()
+        if not _listens(self._http, self._thread):
+            self.stop()
+            raise ConfigError(f"cannot serve on {self.url}")
+        if settings.ready_file is not None:
+            try:
+                _announce(settings.ready_file, self.url)
+            except OSError as e:
+                self.stop()
+                raise ConfigError(f"--ready-file: {settings.ready_file}: {e.strerror}") from None
+        starting.ready(self.url)
+
+    def stop(self) -> None:
+        """Refuse new requests, end running ones, finish the backups and close the storage. Idempotent."""
+        if self.settings.ready_file is not None:
+            with suppress(OSError):
+                self.settings.ready_file.unlink()
+        self._http.should_exit = True
+        self.engine.shutdown()
+        self._thread.join(LEAVE_S)
+        self._http.force_exit = True  # drop clients that have not read their answer or finished their request
+        self._thread.join(LEAVE_S)
+        for each in (self.traces, self.kv_events):
+            if each is not None:
+                each.close()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def describe(self) -> str:
+        """The server's configuration as text for the operator."""
+        settings, model = self.settings, self.engine.model
+        weights = format_size(sum(tensor.nbytes for tensor in model.model.parameters()))
+        each = f" on each of {settings.tp} ranks" if settings.tp > 1 else ""
+        lines = [
+            ("model", f"{model.name}, {model.identity.architecture.split()[0]}, {model.identity.dtype}"),
+            (
+                "",
+                f"{weights} of weights{each}, context {model.max_tokens} tokens, {settings.device}",
+            ),
+            ("pages", f"{settings.page_tokens} tokens, prompts computed {settings.chunk_tokens} at a time"),
+        ]
+        for number, pool in enumerate(model.layout.pools):
+            counts = {
+                tier: f"up to {slots.most(number)}" if isinstance(slots, Cut) else slots[number]
+                for tier, slots in self.slots.items()
+            }
+            slots = ", ".join(f"{count} on the {tier.name.lower()}" for tier, count in counts.items())
+            size = format_size(pool.payload_bytes)
+            lines.append((f"pool {pool.name}", f"reads {reads(pool.lookback)}, {size} a page; slots: {slots}"))
+        layout = model.layout
+        room = takes(layout.bytes_per_token, layout.bytes_per_snapshot)
+        lines.append(("hits", f"prompts of {layout.shortest_hit} tokens and more; {room}"))
+        held = ""
+        with suppress(StorageError):  # it may be slow to answer
+            usage = self.engine.cache.usage()
+            held = _held(usage) if usage is not None else ""
+        if not self.engine.cache.up:
+            held = ", down: served without it until it answers"
+        lines.append(("answers", self._answers()))
+        lines.append(("storage", f"{', then '.join(map(shown, settings.cache.storages)) or 'none'}{held}"))
+        if settings.admin_key is not None:
+            lines.append(("admin", f"{self.url}/admin/storage, with the admin key"))
+        lines.append(("connections", f"{self.connections.most} at most"))
+        lines.append(("url", self.url))
+        width = max(len(word) for word, _ in lines)
+        return "\n".join(f"  {word:<{width}}  {text}" for word, text in lines)
+
+    def _answers(self) -> str:
+        settings, engine = self.settings, self.engine
+        how = "in batches and kept" if engine.batches else "one by one and kept"
+        if settings.deterministic:
+            how = "one by one and not kept, so that each depends on its prompt alone"
+        room = engine.cache.capacity_tokens()
+        own = engine.model.layout.bytes_in_use
+        beside = f", and {format_size(own)} beside it for each" if own else ""
+        most = f"{settings.max_running} side by side"
+        return f"computed {how}; {most}, as far as {room} tokens of device memory go{beside}"
+
+    def _serve(self, listener: socket.socket) -> None:
+        with listener:
+            self._http.run(sockets=[listener])
+
+
+def _weights(settings: Settings) -> str:
+    """Which they are, and of a folder how many bytes in how many files."""
+    sizes = [file.stat().st_size for file in Path(settings.model).glob("*.safetensors")]
+    return f"{settings.model}, {format_size(sum(sizes))} in {len(sizes)} files" if sizes else settings.model
+
+
+def _memory(settings: Settings) -> str:
+    return f"{format_size(settings.device_memory)} of {settings.device}, {format_size(settings.host_memory)} of host"
+
+
+def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
+    threads = settings.threads or (None if ranks is None else threads_of(settings.tp // settings.nnodes))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model = load_model(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        page_tokens=settings.page_tokens,
+        chunk_tokens=settings.chunk_tokens,
+        ranks=ranks,
+        rounded=settings.hits == "rounded",
+    )
+    model = with_chat_template(with_context(model, settings.context_length), settings.chat_template)
+    return model if settings.deterministic else keeping_answers(model)
+
+
+def _engine(settings: Settings, model: LoadedModel, ranks: Ranks | None) -> Engine:
+    among: dict[str, Any] = {} if ranks is None else {"rank": ranks.rank, "agreement": ranks.group}
+    chunk = model.layout.chunk_tokens
+    cache = PrefixCache(model.identity, settings.cache, device=settings.device, prefill_tokens=chunk, **among)
+    return Engine(
+        model,
+        cache,
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        turn_tokens=settings.turn_tokens,
+        deterministic=settings.deterministic,
+    )
+
+
+def _kv_events(settings: Settings, model: LoadedModel) -> KvEvents | None:
+    config = KvEventsConfig.of_json(settings.kv_events_config or "{}")
+    return KvEvents(config, model.identity) if config.on else None
+
+
+def follow(settings: Settings, place: Place, joined: Callable[[], None] = lambda: None) -> None:
+    """Any rank but the first: compute what rank 0 says until it stops. `joined` is called when all ranks have come.
+    Broken if the ranks end otherwise."""
+    logging.basicConfig(
+        level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {place.rank} %(name)s: %(message)s"
+    )
+    bound_heaps()
+    quiet_libraries()
+    settings = replace(settings, device=device_of(settings.device, place))
+    star = place.meet(settings.alike)
+    joined()
+    ranks = Ranks(place, star, settings.device)
+    with ranks.ended():
+        engine = _engine(settings, _model(settings, ranks), ranks)
+        ranks.assemble()
+        spare_from_collection()
+        if why := engine.follow():
+            raise Broken(why)
+
+
+def _http(app: ASGIApp, connections: Connections, edge: Edge) -> uvicorn.Server:
+    async def every_second() -> None:
+        connections.close_stalled()
+
+    config = uvicorn.Config(
+        app,
+        http=cast(type[asyncio.Protocol], connections.protocol),
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_notify=0,  # it looks once a second
+        callback_notify=every_second,
+        # asyncio accepts this many in each turn of its loop, and closes the excess some four turns later.
+        backlog=max(1, min(BACKLOG, connections.most // 8)),
+    )
+    server = uvicorn.Server(config)
+    edge.drain.running = server.server_state.tasks
+    return server
+
+
+def _listens(http: uvicorn.Server, thread: threading.Thread) -> bool:
+    """Waits for its start, or its failure to."""
+    while not http.started and thread.is_alive():
+        thread.join(START_S)
+    return http.started
+
+
+def run(settings: Settings, say: Callable[[str], None] = print) -> None:
+    """Serve until SIGINT or SIGTERM, then shut down in order; a second signal exits at once with code 130."""
+    bound_heaps()
+    raise_descriptors()
+    quiet_libraries()
+    logging.getLogger("uvicorn.error").addFilter(_not_cancelled)  # connections that are dropped at shutdown
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(OncePerSecond())
+    tell = tell_systemd()
+    starting = Starting(tell)
+    serving, stop, gently, hung_up, following = (threading.Event() for _ in range(5))
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if not serving.is_set():
+            raise KeyboardInterrupt
+        if stop.is_set():
+            os._exit(130)
+        if following.is_set():  # a thread says so: this one may be saying something now
+            words = "kvarve computes on until rank 0 ends: stop that (Ctrl-C again: all ranks end at once)"
+            threading.Thread(target=say, args=(words,)).start()
+        if number == signal.SIGTERM and settings.drain_s:
+            gently.set()
+        stop.set()
+
+    def ending(edge: Edge) -> None:
+        if gently.is_set():
+            tell("STOPPING=1\nSTATUS=draining")
+            say(f"kvarve drains: new requests get 503, running ones have {settings.drain_s:g} s (Ctrl-C: at once)")
+            if left := edge.drain.drain(settings.drain_s):
+                log.warning("%d requests have not ended within %g s: they are ended now", left, settings.drain_s)
+        tell("STOPPING=1\nSTATUS=stopping: finishing backups")
+        say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
+
+    def reloading(edge: Edge) -> None:
+        """SIGHUP has the keys and the certificate read again."""
+        if edge.reloads:
+            signal.signal(signal.SIGHUP, lambda number, frame: edge.reload())
+            if hung_up.is_set():
+                edge.reload()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    if settings.api_keys is not None or settings.tls_cert is not None:  # else it ends the process, as it always does
+        signal.signal(signal.SIGHUP, lambda number, frame: hung_up.set())
+    check_settings(settings)
+    with ExitStack() as ends:
+        ranks = None
+        if settings.tp > 1:
+            page, chunk = settings.page_tokens, settings.chunk_tokens
+            check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
+            among = started(
+                follow,
+                settings,
+                settings.tp,
+                nodes=settings.nnodes,
+                node=settings.node_rank,
+                address=settings.dist_init_addr,
+                deadline_s=settings.rank_deadline_s / ALL,
+            )
+            place, listener = ends.enter_context(among)
+            if place.rank:
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nothing here is read again
+                say(f"kvarve computes ranks of {settings.tp} for {settings.dist_init_addr}")
+                following.set()
+
+                def joined() -> None:
+                    serving.set()
+                    tell(f"READY=1\nSTATUS=computing ranks of {settings.tp} for {settings.dist_init_addr}")
+
+                follow(settings, place, joined)
+                return
+            settings = replace(settings, device=device_of(settings.device, place))
+            ranks = Ranks(place, place.meet(settings.alike, listener), settings.device)
+            ends.enter_context(ranks.ended())
+        server = ends.enter_context(Server(settings, ranks, starting, spare_from_collection))
+        serving.set()
+        reloading(server.edge)
+        say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
+        while not stop.wait(BROKEN_S if ranks is not None else None):
+            if server.engine.broken:  # the ranks cannot go on without each other, so neither can this process
+                raise Broken(server.engine.broken)
+        ending(server.edge)
+        if ranks is not None and server.engine.broken:
+            raise Broken(server.engine.broken)
+
+
+def _not_cancelled(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+def check_settings(settings: Settings) -> None:
+    """ConfigError for settings that are wrong before anything is read, bound or loaded."""
+    counts = ("page_tokens", "chunk_tokens", "max_running", "max_waiting", "turn_tokens", "max_body_bytes", "threads")
+    for name in (*counts, "context_length", "max_connections"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
+    if settings.threads is not None and settings.threads > MOST_THREADS:
+        raise ConfigError(f"{settings.threads} threads: give at most {MOST_THREADS}")
+    if not 0 <= settings.port <= 65535:
+        raise ConfigError(f"port {settings.port}: a port is a number from 0 (any free one) to 65535")
+    names = ("model", settings.model), ("model's name", settings.served_model_name)
+    for what, text in (*names, *(("storage", shown(url)) for url in settings.cache.storages)):
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError:  # it could not be written to an answer, a metric or the log
+            raise ConfigError(f"the {what} {text!r} is no UTF-8: give it another name") from None
+    if settings.served_model_name == "":
+        raise ConfigError("the model's name cannot be empty")
+    parse_compat(settings.metrics_compat)
+    for name, key in (("API", settings.api_key), ("admin", settings.admin_key)):
+        if key is not None:
+            check_key(name, key)
+    if settings.admin_key is not None and settings.admin_key == settings.api_key:
+        raise ConfigError("the admin key must not be the API key: every client could change the storage")
+    Edge(settings)
+    if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
+        check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr, settings.device)
+    if not settings.rank_deadline_s > 0:
+        raise ConfigError(f"ranks wait for each other for some seconds, not {settings.rank_deadline_s:g}")
+    if not 0 <= settings.drain_s < math.inf:
+        raise ConfigError(f"a drain takes some seconds, or 0 for none, not {settings.drain_s:g}")
+    if settings.hits not in ("exact", "rounded"):
+        raise ConfigError(f"unknown hits {settings.hits!r}; known: exact, rounded")
+    if settings.deterministic and settings.hits == "rounded":
+        raise ConfigError("with rounded hits an answer depends on what was cached: leave out deterministic, or rounded")
+    if settings.cache.storages:
+        parse_urls(settings.cache.storages)
+    seal_of(settings.storage_key)
+    if settings.otlp_traces_endpoint is not None:
+        check_endpoint(settings.otlp_traces_endpoint)
+    if settings.kv_events_config is not None:
+        KvEventsConfig.of_json(settings.kv_events_config)
+    check_file("--ready-file", settings.ready_file)
+    check_device(settings.device)
+
+
+def _held(usage: StorageUsage) -> str:
+    """What a storage holds, as far as it tells."""
+    objects = f", {usage.objects} objects" if usage.objects is not None else ""
+    return (
+        (", only read" if usage.read_only else "")
+        + objects
+        + (f", {format_size(usage.bytes)}" if usage.bytes is not None else "")
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address that does not listen yet, so no client waits for a model that may never load."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as e:
+        raise ConfigError(f"cannot listen on {host!r}: {getattr(e, 'strerror', None) or e}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # accepted sockets inherit it
+        listener.bind(address)
+    except OSError as e:
+        listener.close()
+        other = "--host" if e.errno == errno.EADDRNOTAVAIL else "--port, or 0"
+        raise ConfigError(f"cannot listen on {host} port {port}: {e.strerror}; give another {other}") from None
+    return listener
+
+
+def _listen(listener: socket.socket, url: str) -> None:
+    try:
+        listener.listen(BACKLOG)
+    except OSError as e:  # another process bound the address too and was the first to listen
+        raise ConfigError(f"cannot listen on {url}: {e.strerror}; give another --port, or 0") from None
+
+
+def _url(listener: socket.socket, tls: bool) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _announce(path: Path, url: str) -> None:
+    """Write the URL atomically: a reader that sees the file finds it complete."""
+    unfinished = path.with_name(path.name + "~")
+    try:
+        unfinished.write_text(url + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

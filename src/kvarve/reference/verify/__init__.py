@@ -1,0 +1,293 @@
+"""`kvarve verify`: proves on a user's own model that the cache changes no logit, and that the proof would notice it.
+
+It computes random prompts without any cache, then sends them through caches of its own by every path (`PATHS`), and
+compares all logits bit for bit; then it damages pages of every pool on purpose.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvarve.cache.config import room_for
+from kvarve.cache.worker import check
+from kvarve.errors import ConfigError
+from kvarve.pages.sizes import format_size
+from kvarve.ranks.star import Listener
+from kvarve.reference.engine.model import LoadedModel, check_device, check_model, load_model, quiet_libraries
+from kvarve.reference.engine.rank_processes import Place, Ranks, device_of, started, threads_of
+from kvarve.reference.verify.damage import ADVICE, damages
+from kvarve.reference.verify.proof_paths import PATHS
+from kvarve.reference.verify.proof_plan import Plan
+from kvarve.reference.verify.proof_requests import Transcript, Uncached
+from kvarve.reference.verify.prover import Prover
+from kvarve.reference.verify.report import Path, ProofReport, Rounding
+from kvarve.reference.verify.serving import answers, rounded, together
+from kvarve.reports import check_file, is_stdout, write_json
+from kvarve.settings.commands import Verify
+from kvarve.storage import StorageUsage, open_storage
+from kvarve.storage.urls import parse_url, shown
+from kvarve.system.orphans import temporary_folder
+from kvarve.transfer.compression import compressing
+
+LOG = logging.getLogger("kvarve")
+STEPS = {"exact": (*PATHS, together, answers, damages), "rounded": (rounded, damages)}  # by --hits
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all ranks have to know alike: `folder` is where pages lie unless the user has given a storage."""
+
+    options: Verify
+    folder: str
+    salt: str
+
+    @property
+    def url(self) -> str:
+        return self.options.storage or f"file://{self.folder}/pages?capacity=1PiB"
+
+
+def main(options: Verify) -> int:
+    """Run the proof; 0 if all logits are equal and every damage was noticed, 1 if not. Writes a JSON file if asked."""
+    console = Console(quiet=is_stdout(options.json))
+    start = time.perf_counter()
+    check_file("--json", options.json)
+    if options.storage is not None:
+        parse_url(options.storage)
+    check_device(options.device)
+    quiet_libraries()
+    check_model(options.model, **_shape(options))
+    with temporary_folder("kvarve-verify-") as folder:
+        task = Task(options, str(folder), f"verify {secrets.token_hex(8)}")
+        report = prove(task, _load(options), console) if options.tp == 1 else _prove_among(task, console)
+    report.seconds = time.perf_counter() - start
+    for table in report.tables():
+        console.print(table)
+        console.print()
+    for path in report.paths:
+        for note in path.notes:
+            console.print(f"[yellow]{path.name}[/yellow]: {escape(note)}", highlight=False)
+    for line in report.troubles():
+        console.print(line, style="red", markup=False, highlight=False)
+    write_json(options.json, report.as_json())
+    if options.json is not None:
+        console.print(f"Written: {options.json}", markup=False)
+    if report.uncovered:
+        console.print(
+            f"[yellow]Not covered[/yellow]: {', '.join(report.uncovered)}: no answer depended on it; {ADVICE}"
+        )
+    console.print(_verdict(report), highlight=False)
+    return 0 if report.ok else 1
+
+
+def _shape(options: Verify) -> dict[str, Any]:
+    return {"page_tokens": options.page_tokens, "chunk_tokens": options.chunk_tokens, "dtype": options.dtype}
+
+
+def _load(options: Verify, ranks: Ranks | None = None) -> LoadedModel:
+    return load_model(options.model, device=options.device, ranks=ranks, **_shape(options))
+
+
+def _plan(options: Verify, model: LoadedModel) -> Plan:
+    return Plan.of(
+        page=options.page_tokens,
+        chunk=options.chunk_tokens,
+        reach=max((pool.lookback or 0) * options.page_tokens for pool in model.layout.pools),
+        vocabulary=model.model.get_input_embeddings().num_embeddings,
+        max_tokens=model.max_tokens,
+        tokens=options.tokens,
+        seed=options.seed,
+        quick=options.quick,
+    )
+
+
+def _prove_among(task: Task, console: Console) -> ProofReport:
+    """The proof on several ranks, each with a part of the model and of every page."""
+    options, sharding = task.options, Rounding(f"computed on {task.options.tp} ranks")
+    model = _load(options)
+    plan = _plan(options, model)
+    prompt = plan.prompt(plan.longest)
+    whole = Uncached(model, plan.decode)(prompt)
+    del model
+    with started(_follow, task, options.tp) as (place, listener):
+        ranks = _join(task, place, listener)
+        with ranks.ended():
+            report = _prove_here(task, ranks, console, lambda found: sharding.take(found, whole, plan.longest))
+    sharding.tokens, report.sharding = plan.longest, sharding
+    return report
+
+
+def _follow(task: Task, place: Place) -> None:
+    """Any rank but the first: it says nothing, and what it finds wrong stands in rank 0's report."""
+    quiet_libraries()
+    ranks = _join(task, place)
+    with ranks.ended():
+        _prove_here(task, ranks, Console(quiet=True))
+
+
+def _join(task: Task, place: Place, listener: Listener | None = None) -> Ranks:
+    device = device_of(task.options.device, place)
+    torch.set_num_threads(threads_of(place.ranks))
+    return Ranks(place, place.meet(f"verify {task}", listener), device)
+
+
+def _prove_here(
+    task: Task, ranks: Ranks, console: Console, see: Callable[[Transcript], None] = lambda _: None
+) -> ProofReport:
+    """One rank's proof; `see` gets the answer to the longest prompt without a cache."""
+    model = _load(task.options, ranks)
+    plan = _plan(task.options, model)
+    see(Uncached(model, plan.decode)(plan.prompt(plan.longest)))
+    report = prove(task, model, console, ranks)
+    for rank, lines in enumerate(ranks.of_all([*report.troubles()])):
+        if rank and lines and not ranks.rank:
+            report.paths.append(Path(f"rank {rank}", "what this rank found alone", troubles=lines))
+    return report
+
+
+def prove(task: Task, model: LoadedModel, console: Console, ranks: Ranks | None = None) -> ProofReport:
+    """Run every path and every damage; with rounded hits their effect instead of the paths. ConfigError or StorageError
+    for a storage or a size that cannot be used."""
+    plan, hits, storage = _plan(task.options, model), task.options.hits, task.options.storage
+    report = ProofReport(_about(model, plan, hits))
+    if not plan.leaves_windows:
+        report.notes.append(
+            f"prompts of {plan.longest} tokens never leave the window of some layers: with --tokens "
+            f"{plan.reach + 2 * plan.chunk} or more the proof covers that too"
+        )
+    for line in (*_headline(report, model), *report.notes):
+        console.print(line, highlight=False)
+    with ExitStack() as undo:
+        url = task.url
+        if storage is not None:
+            undo.callback(lambda: _clear(model, url, prover.written))
+        tick, advance = undo.enter_context(_progress(console, len(STEPS[hits])))
+        prover = Prover(model, plan, url, task.salt, report, tick, ranks)
+        try:
+            check(model.identity, prover.config(), str(model.model.device))
+        except ConfigError as e:
+            raise ConfigError(f"{e} (fewer --tokens need less)") from None
+        with prover.store() as store:
+            _check_room(model, plan, shown(url), store.usage())
+        undo.enter_context(_listening(prover))
+        for step in STEPS[hits]:
+            step(prover)
+            advance()
+    return report
+
+
+def _about(model: LoadedModel, plan: Plan, hits: str) -> dict[str, Any]:
+    pools = [
+        {"name": pool.name, "lookback": pool.lookback, "page_bytes": pool.payload_bytes} for pool in model.layout.pools
+    ]
+    return {
+        "model": model.name,
+        "identity": str(model.identity),
+        "numerics": model.identity.numerics,
+        "dtype": model.identity.dtype,
+        "device": str(model.model.device),
+        "pools": pools,
+        "page_tokens": plan.page,
+        "chunk_tokens": plan.chunk,
+        "longest_prompt": plan.longest,
+        "hits": hits,
+        "ranks": model.identity.ranks,
+        "shortest_hit": (plan.chunk if hits == "exact" else plan.page) + 1,
+        "decoded_tokens": plan.decode,
+        "seed": plan.seed,
+        "quick": plan.quick,
+    }
+
+
+def _headline(report: ProofReport, model: LoadedModel) -> list[str]:
+    about = report.about
+    lines = [
+        f"[bold]kvarve verify[/bold]: {escape(model.name)} on {about['device']}",
+        escape(about["identity"]),
+        about["numerics"],
+    ]
+    for pool in model.layout.pools:
+        back = "all pages" if pool.lookback is None else f"the last {pool.lookback} page{'s' * (pool.lookback > 1)}"
+        lines.append(f"pool {pool.name}: reads {back}, {format_size(pool.payload_bytes)} each")
+    if model.identity.ranks > 1:
+        lines.append(f"computed on {model.identity.ranks} ranks, each of which has its part of every page")
+    lines.append(
+        f"prompts of up to {about['longest_prompt']:,} tokens; the shortest to hit has {about['shortest_hit']:,}"
+    )
+    return lines
+
+
+def _verdict(report: ProofReport) -> str:
+    compared = sum(path.compared for path in report.paths)
+    requests = sum(path.requests for path in report.paths)
+    if report.ok and report.about["hits"] == "rounded":
+        assert report.rounding is not None
+        return (
+            f"[bold green]Measured[/bold green] in {report.seconds:.1f} s: {requests:,} requests, each resumed at the "
+            f"page at which it has to; rounding changes logits by up to {report.rounding.share:.2g} of the largest; "
+            f"{len(report.damages)} damages, every one noticed."
+        )
+    if report.ok:
+        return (
+            f"[bold green]Proved[/bold green] in {report.seconds:.1f} s: {requests:,} requests, {compared:,} vectors "
+            f"of logits, every bit equal; {len(report.damages)} damages, every one noticed."
+        )
+    paths, breaks = ([row for row in rows if not row.ok] for rows in (report.paths, report.damages))
+    return (
+        f"[bold red]NOT proved[/bold red] in {report.seconds:.1f} s: {len(paths)} of {len(report.paths)} paths are "
+        f"wrong, {len(breaks)} of {len(report.damages)} damages were not noticed as they have to be."
+    )
+
+
+@contextmanager
+def _progress(console: Console, steps: int) -> Iterator[tuple[Callable[[Path], None], Callable[[], None]]]:
+    """A progress bar over the steps, as two functions: a request is done, a step is done."""
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console, transient=True) as progress:
+        bar = progress.add_task("", total=steps, last="")
+
+        def tick(row: Path) -> None:
+            last = f"{row.requests} requests" + ("" if row.ok else ", something is wrong")
+            progress.update(bar, description=row.name, last=last)
+
+        yield tick, lambda: progress.advance(bar)
+
+
+def _check_room(model: LoadedModel, plan: Plan, url: str, usage: StorageUsage) -> None:
+    """ConfigError for a storage that would have to evict pages, ours or another user's."""
+    shape = (model.layout.pools, plan.page, plan.chunk)
+    need = room_for(plan.stored_tokens, *shape, records=True, per_snapshot=plan.chunk)
+    free = None if usage.capacity_bytes is None or usage.bytes is None else usage.capacity_bytes - usage.bytes
+    if free is not None and free < need:
+        raise ConfigError(
+            f"{url}: {format_size(free)} are free, and the proof stores {format_size(need)}: give it more, "
+            f"or fewer --tokens"
+        )
+
+
+def _clear(model: LoadedModel, url: str, names: set[str]) -> None:
+    """Delete the proof's pages from the user's own storage."""
+    label, description = model.identity.fingerprint(), str(model.identity)
+    storage = open_storage(url, label=label, description=description, around=compressing)
+    try:
+        storage.delete(sorted(names))
+    finally:
+        storage.close()
+
+
+@contextmanager
+def _listening(prover: Prover) -> Iterator[None]:
+    """Collect kvarve's log lines for the path during which they were written."""
+    LOG.addHandler(prover.notes)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(prover.notes)

@@ -1,0 +1,320 @@
+"""Every path from a prompt to an answer, each compared with the run without a cache.
+
+A path also says where each request has to resume, by its own arithmetic (`deepest`), as a cache that never hits would
+pass otherwise.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.pages.pools import MEMORY_TIERS, PoolSpec, Tier
+from kvarve.reference.verify.proof_plan import TURNS
+from kvarve.reference.verify.proof_requests import ProofRequest, differences
+from kvarve.reference.verify.prover import Prover
+
+Have = dict[str, set[int]]  # positions by pool
+PagePosition = tuple[str, int]  # a page by its pool and position
+
+
+def deepest(pools: Sequence[PoolSpec], have: Have, grid: int, limit: int) -> int:
+    """The deepest boundary, in pages, up to a limit and on the grid, for which every pool has what it needs.
+
+    It tries them one by one, and shares no code with the cache.
+    """
+    for boundary in range(limit // grid * grid, 0, -grid):
+        needs = ((pool, boundary if pool.lookback is None else min(pool.lookback, boundary)) for pool in pools)
+        if all(set(range(boundary - pages, boundary)) <= have[pool.name] for pool, pages in needs):
+            return boundary
+    return 0
+
+
+def alone(prover: Prover) -> None:
+    """Transformers alone against kvarve without a cache."""
+    plan = prover.plan
+    with prover.path("transformers", "transformers' own cache, nothing of kvarve") as row:
+        for tokens in (plan.longest, plan.whole):
+            prompt = plan.prompt(tokens)
+            found, cache = prover.uncached.by_transformers(prompt)
+            if differences(found, prover.uncached(prompt)) and cache.get_seq_length() < tokens:
+                row.notes.append(
+                    f"transformers' own cache of this model loses count of its tokens and gives a prompt of {tokens} "
+                    f"tokens in chunks the wrong mask; so only its first {plan.chunk} tokens were compared"
+                )
+                prompt = prompt[: plan.chunk]
+                found, _ = prover.uncached.by_transformers(prompt)
+            prover.compare(prompt, found, prover.uncached(prompt), (0, 0, 0))
+
+
+def tiers(prover: Prover) -> None:
+    """Prompts of every kind of length: computed, then resumed from the device, the host and storage."""
+    plan, salt = prover.plan, "tiers"
+    prompts = [plan.prompt(tokens, number) for number, tokens in enumerate(plan.lengths())]
+
+    def again(cache: PrefixCache, tier: Tier, empty: Sequence[Tier] = ()) -> None:
+        for prompt in prompts:
+            if empty:
+                prover.empty(cache, empty)
+            prover.check(prover.run(cache, prompt, salt), plan.full(len(prompt)), tier)
+
+    with prover.store() as store, prover.cache(store) as cache:
+        with prover.path("cold", "the cache is on and knows nothing yet"):
+            for prompt in prompts:
+                prover.check(prover.run(cache, prompt, salt), 0)
+        with prover.path("device", "the same prompts again"):
+            again(cache, Tier.DEVICE)
+        with prover.path("salt", "the same prompts with another salt, and without reading the cache"):
+            for prompt in prompts[-2:]:
+                prover.check(prover.run(cache, prompt, "another"), 0)
+                prover.check(prover.run(cache, prompt, salt, read=False), 0)
+        with prover.path("host", "the device is emptied before each request"):
+            prover.settle(cache)
+            again(cache, Tier.HOST, [Tier.DEVICE])
+        with prover.path("storage", "device and host are emptied before each request"):
+            again(cache, Tier.STORAGE, MEMORY_TIERS)
+    with (
+        prover.store() as store,
+        prover.cache(store) as cache,
+        prover.path("restart", "a new cache on the old storage"),
+    ):
+        again(cache, Tier.STORAGE)
+        again(cache, Tier.DEVICE)
+
+
+def mixed(prover: Prover) -> None:
+    """A prompt whose beginning is on the device, more of it in the host, and the rest in storage."""
+    plan, chunk, whole = prover.plan, prover.plan.chunk, prover.plan.whole
+    prompt = plan.prompt(whole + 1)
+    with (
+        prover.store() as store,
+        prover.cache(store, snapshot_every=chunk) as cache,
+        prover.path("mixed", "one prompt from device, host and storage together") as row,
+    ):
+        prover.check(prover.run(cache, prompt, "mixed"), 0)
+        prover.empty(cache)
+        if plan.chunks > 2:
+            prover.check(prover.run(cache, prompt[: whole - chunk + 1], "mixed"), whole - chunk, Tier.STORAGE)
+            prover.empty(cache, [Tier.DEVICE])
+        if plan.chunks > 1:
+            prover.check(prover.run(cache, prompt[: chunk + 1], "mixed"), chunk)
+        request = prover.check(prover.run(cache, prompt, "mixed"), whole)
+        if sum(tokens > 0 for tokens in request.from_tiers()) < min(plan.chunks, len(Tier)):
+            row.troubles.append(f"tokens from device, host and storage: {request.from_tiers()}, which is not mixed")
+
+
+def partial(prover: Prover) -> None:
+    """Storage that has, or delivers, only some of a prompt's pages: every boundary, every page of every pool."""
+    plan, layout = prover.plan, prover.model.layout
+    prompt = plan.prompt(plan.whole + 1)
+    pages, grid, limit = len(prompt) // plan.page, plan.chunk // plan.page, (len(prompt) - 1) // plan.page
+    with (
+        prover.store() as store,
+        prover.cache(store, snapshot_every=plan.chunk) as cache,
+        prover.path("partial", "storage has, or delivers, only some pages") as row,
+    ):
+        keys = prover.check(prover.run(cache, prompt, "partial"), 0).lease
+        prover.settle(cache)
+        names = {(pool.name, at): prover.name(keys, at, pool) for pool in layout.pools for at in range(pages)}
+        there = dict(zip(names, store.exists([*names.values()]), strict=True))
+        stored = [page for page, here in there.items() if here]
+
+        def reachable(present: Iterable[PagePosition]) -> int:
+            have = {pool.name: {at for name, at in present if name == pool.name} for pool in layout.pools}
+            return deepest(layout.pools, have, grid, limit) * plan.page
+
+        def case(number: int, about: str, hidden: set[PagePosition], lost: set[PagePosition]) -> None:
+            prover.empty(cache)
+            gone = hidden | lost
+            boundary = reachable([page for page in stored if page not in gone])
+            if number % prover.ranks == prover.rank:  # what one rank misses, none may resume from
+                store.hidden = frozenset(names[page] for page in hidden)
+                store.lost = frozenset(names[page] for page in lost)
+            prover.check(prover.run(cache, prompt, "partial"), boundary, Tier.STORAGE, about)
+            store.restore()
+            prover.settle(cache)
+
+        if reachable(stored) != plan.whole:
+            row.troubles.append("not all pages that the prompt could resume from were stored")
+        for number, (about, hidden, lost) in enumerate(_cases(prover, stored, pages, grid)):
+            case(number, about, hidden, lost)
+        for number, call in enumerate(("exists", "get")):
+            prover.empty(cache)
+            if number % prover.ranks == prover.rank:
+                store.broken = frozenset([call])
+            prover.check(prover.run(cache, prompt, "partial"), 0, None, f"storage fails in {call}")
+            store.restore()
+            prover.settle(cache)
+
+
+def _cases(
+    prover: Prover, stored: list[PagePosition], pages: int, grid: int
+) -> Iterator[tuple[str, set[PagePosition], set[PagePosition]]]:
+    """Cases: a description, pages that storage does not have, and pages that it does not deliver."""
+    rng, quick, everything = random.Random(prover.plan.seed), prover.plan.quick, set(stored)
+    for boundary in range(pages + 1):
+        if not quick or boundary % grid in (0, grid - 1):
+            yield f"only the first {boundary} pages", {page for page in stored if page[1] >= boundary}, set()
+    chains = {pool.name for pool in prover.model.layout.pools if pool.lookback is None}
+    for line in range(grid, pages + 1, grid):
+        # Each pool alone could resume, and all together cannot: a hit is a set of pages, not a length.
+        cut = {(pool, at) for pool, at in stored if (at >= line if pool in chains else at < line)}
+        yield f"the first {line} pages of the chains, the rest of the other pools", cut, set()
+    for page in stored:
+        if not quick or page[1] in (0, pages - 1) or rng.random() < 0.3:
+            yield f"{page[0]} page {page[1]} is lost", set(), {page}
+    for _ in range(4 if quick else 16):
+        chance = rng.choice([0.1, 0.3])
+        hidden, lost = ({page for page in sorted(everything) if rng.random() < chance} for _ in range(2))
+        yield "pages are missing and lost at random", hidden, lost
+
+
+def branches(prover: Prover) -> None:
+    """Prompts that share a prefix and differ from before, at and after a page or chunk boundary."""
+    plan, chunk = prover.plan, prover.plan.chunk
+    parts = [plan.whole - 1, plan.whole]
+    if not plan.quick:
+        parts += [plan.whole + 1, (plan.chunks - 1) * chunk + plan.page]
+    with (
+        prover.store() as store,
+        prover.cache(store) as cache,
+        prover.path("branches", "prompts that share a beginning, or only what comes after it"),
+    ):
+        for number, common in enumerate(parts):
+            for tail in range(3):
+                rest = plan.prompt(max(1, chunk // 2 - tail), 100 + 10 * number + tail)
+                rest[0] = tail  # so that no two tails share a first token
+                prompt = plan.prompt(common) + rest
+                # The first finds nothing; the second leaves a snapshot where they differ, if the model needs one.
+                prover.check(
+                    prover.run(cache, prompt, f"branch {number}"),
+                    (0, None, common // chunk * chunk)[tail],
+                    None,
+                    f"parts after {common}",
+                )
+        one, other = (plan.prompt(chunk, 150 + i) for i in range(2))
+        alike = plan.prompt(plan.whole - chunk + 1, 160)
+        prover.check(prover.run(cache, one + alike, "alike"), 0)
+        prover.check(prover.run(cache, other + alike[:1], "alike"), 0)
+        prover.empty(cache)
+        prover.check(prover.run(cache, other + alike, "alike"), chunk, None, "goes on as another")
+
+
+def conversation(prover: Prover) -> None:
+    """Each turn's prompt contains the answer of the turn before."""
+    plan, chunk = prover.plan, prover.plan.chunk
+    with prover.cache() as cache, prover.path("conversation", "the next turn's prompt holds the last one's answer"):
+        history, known = plan.prompt(max(1, plan.longest - chunk - plan.decode), 200), 0
+        for turn in range(TURNS):
+            request = prover.check(prover.run(cache, history), known, Tier.DEVICE, f"turn {turn + 1}")
+            known = len(history) // chunk * chunk
+            history = [*history, *request.transcript.tokens, *plan.prompt(max(1, chunk // 2 - 1), 201 + turn)]
+            if len(history) + plan.decode > plan.longest + TURNS * plan.decode:
+                break
+
+
+def eviction(prover: Prover) -> None:
+    """Conversations that take turns in less memory than they need, with and without a storage."""
+    plan, chunk = prover.plan, prover.plan.chunk
+    count = 4 if plan.quick and plan.chunks > 1 else 8
+    with prover.path("eviction", "tiers too small for the conversations, by each write policy") as row:
+        for policy, device, host in (("write_through", plan.whole, 2 * plan.whole), ("write_back", 1, chunk)):
+            stored = policy == "write_through"
+            with (
+                prover.store() if stored else nullcontext() as store,
+                prover.cache(store, device, host, write_policy=policy) as cache,
+            ):
+                histories = [plan.prompt(plan.whole + 1 - plan.decode, 300 + i) for i in range(count)]
+                for turn in range(2):
+                    for i, history in enumerate(histories):
+                        # Pages in storage are found again; write-back promises nothing.
+                        known = turn * ((plan.whole + 1 - plan.decode) // chunk * chunk) if stored else None
+                        request = prover.check(prover.run(cache, history, policy), known, None, policy)
+                        if stored:
+                            prover.settle(cache)
+                        rest = [*request.transcript.tokens, *plan.prompt(max(1, chunk // 2 - 1), 320 + i)]
+                        histories[i] = [*history, *rest][: plan.longest]
+                prover.settle(cache)
+                stats = cache.stats()
+                for tier in ("device",) if stored else ("device", "host"):
+                    if not sum(gone for name, gone in stats.items() if name.startswith(f"evicted.{tier}.")):
+                        row.troubles.append(f"no page was evicted from the {tier} under {policy}: this proved nothing")
+
+
+def abort(prover: Prover) -> None:
+    """Aborted requests: after each chunk, before they begin, and while their pages are copied."""
+    plan, chunk = prover.plan, prover.plan.chunk
+    prompt = plan.prompt(plan.whole + 1)
+    with (
+        prover.store() as store,
+        prover.cache(store, snapshot_every=chunk) as cache,
+        prover.path("abort", "aborted in the middle, then asked again"),
+    ):
+        for done in range(plan.chunks + 1):
+            with prover.request(cache, prompt, f"abort {done}") as request:
+                request.wait()
+                request.resume()
+                for _ in range(done):
+                    request.advance()
+            prover.check(request, 0, None, f"aborted after {done} chunks")
+            prover.check(prover.run(cache, prompt, f"abort {done}"), done * chunk, Tier.DEVICE, "asked again")
+        for emptied in ([], [Tier.DEVICE], MEMORY_TIERS):
+            for claimed in (False, True):
+                prover.empty(cache, emptied)
+                with prover.request(cache, prompt, "abort 0") as request:
+                    if claimed:
+                        cache.claim(request.lease)
+                prover.check(prover.run(cache, prompt, "abort 0"), plan.whole, None, "aborted while it waited")
+
+
+def interleaved(prover: Prover) -> None:
+    """Many requests at once in random order, in little memory, some of them aborted."""
+    plan, rng = prover.plan, random.Random(prover.plan.seed)
+    count, at_once = (8, 3) if plan.quick else (24, 5)
+    stems = [
+        plan.prompt(plan.longest),
+        plan.prompt(plan.whole + 1, 400),
+        plan.prompt(plan.chunk + 1, 401),
+    ]
+    with (
+        prover.store() as store,
+        prover.cache(store, 2 * plan.longest, 3 * plan.longest) as cache,
+        prover.path("interleaved", "many requests at once, some aborted") as row,
+    ):
+        asked, running = 0, list[ProofRequest]()
+        try:
+            while asked < count or running:
+                cache.step()
+                if asked < count and len(running) < at_once and rng.random() < 0.4:
+                    running.append(prover.request(cache, rng.choice(stems), rng.choice(["one", "two"])))
+                    asked += 1
+                if not running:
+                    continue
+                request = rng.choice(running)
+                if not request.resumed:
+                    request.wait()
+                    request.resume()
+                elif rng.random() < 0.03 or not request.advance():
+                    running.remove(request)
+                    cache.close(request.lease)
+                    prover.check(request)
+                if rng.random() < 0.02:
+                    cache.evict([rng.choice(MEMORY_TIERS)])
+        finally:
+            for request in running:
+                cache.close(request.lease)
+        if not sum(row.resumed.values()):
+            row.troubles.append("no request found anything: this proved nothing")
+
+
+PATHS: tuple[Callable[[Prover], None], ...] = (
+    alone,
+    tiers,
+    mixed,
+    partial,
+    branches,
+    conversation,
+    eviction,
+    abort,
+    interleaved,
+)

@@ -1,0 +1,260 @@
+"""Drives requests through caches of its own and compares every logit with the uncached run."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvarve.cache.config import CacheConfig, room_for, spacing
+from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.worker import check
+from kvarve.core.policies import Policies
+from kvarve.core.requests.lease import Lease
+from kvarve.core.slots.extents import Cut
+from kvarve.memory.machine import on_host
+from kvarve.pages.keys import object_name
+from kvarve.pages.pools import MEMORY_TIERS, ModelIdentity, PoolSpec, Tier
+from kvarve.reference.engine.model import LoadedModel
+from kvarve.reference.engine.rank_processes import Ranks
+from kvarve.reference.verify.proof_plan import Plan
+from kvarve.reference.verify.proof_requests import ProofRequest, Stuck, Transcript, Uncached, differences, largest
+from kvarve.reference.verify.report import TIERS, Path, ProofReport
+from kvarve.storage import open_storage
+from kvarve.storage.altered import AlteredStorage
+from kvarve.transfer.compression import compressing
+
+SETTLE_S = 60.0
+STORAGE_S = 30.0  # a storage that takes longer never answers
+
+
+class Notes(logging.Handler):
+    """Keeps kvarve's log lines, for the path that failed rather than for the progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Prover:
+    """`salt` keeps this run's pages apart from all others in the user's storage; `written`: the names of its pages.
+
+    `tick(path)` is called after each request. Of several `ranks` each runs the same proof: what a path does may depend
+    on nothing that one rank alone knows.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        plan: Plan,
+        storage: str,
+        salt: str,
+        report: ProofReport,
+        tick: Callable[[Path], None],
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.model, self.plan, self.storage, self.salt = model, plan, storage, salt
+        self.report, self.tick, self._ranks = report, tick, ranks
+        self.rank, self.ranks = (0, 1) if ranks is None else (ranks.rank, ranks.ranks)
+        self.uncached = Uncached(model, plan.decode)
+        self.notes = Notes()
+        self.written: set[str] = set()
+        self.row = Path("", "")
+
+    # --- rows
+
+    @contextmanager
+    def path(self, name: str, says: str) -> Iterator[Path]:
+        """A row of the report; any exception inside is a finding of it."""
+        self.row = row = Path(name, says)
+        self.report.paths.append(row)
+        self.notes.lines.clear()
+        self.tick(row)
+        start = time.perf_counter()
+        try:
+            yield row
+        except Exception as e:  # noqa: BLE001  any failure of a broken cache is a finding
+            row.troubles.append(f"{type(e).__name__}: {e}")
+        row.seconds = time.perf_counter() - start
+        if row.troubles:
+            row.troubles += [f"the log says: {line}" for line in dict.fromkeys(self.notes.lines)]
+
+    # --- caches
+
+    def config(self, device: int = 0, host: int = 0, **settings: object) -> CacheConfig:
+        """Memory for `device` and `host` tokens; 0: enough for any path."""
+        layout, chunk = self.model.layout, self.plan.chunk
+        shape = (layout.pools, layout.page_tokens, chunk)
+        most = sum(self.plan.lengths()) + 4 * self.plan.longest
+        near = room_for(device or most, *shape, records=False, per_snapshot=chunk)
+        if not (device or on_host(self.model.model.device)):
+            near *= 2  # a GPU's extents are large, and not all are full
+            slots = check(self.model.identity, CacheConfig(near), str(self.model.model.device))
+            if not isinstance(slots[Tier.DEVICE], Cut):
+                apart = spacing(*shape)  # of snapshots, where pools do not share
+                near = max(near, room_for(most * apart // chunk, *shape, records=False, per_snapshot=apart))
+        return CacheConfig(
+            near,
+            room_for(host or most, *shape, records=True, per_snapshot=chunk),
+            policies=Policies(
+                storage_deadline_s=STORAGE_S,
+                **{"prefetch_policy": "wait_complete"} | settings,  # type: ignore[arg-type]
+            ),
+        )
+
+    @contextmanager
+    def store(self) -> Iterator[AlteredStorage]:
+        """The storage, reopened, in an AlteredStorage."""
+        identity = self.model.identity
+        label, description = identity.fingerprint(), str(identity)
+        store = AlteredStorage(open_storage(self.storage, label=label, description=description, around=compressing))
+        try:
+            yield store
+        finally:
+            self.written |= store.written
+            store.close()
+
+    @contextmanager
+    def cache(
+        self,
+        store: AlteredStorage | None = None,
+        device: int = 0,
+        host: int = 0,
+        identity: ModelIdentity | None = None,
+        **settings: object,
+    ) -> Iterator[PrefixCache]:
+        """A cache of its own, empty, with or without a storage; sizes in tokens."""
+        where, identity = str(self.model.model.device), identity or self.model.identity
+        among: dict[str, Any] = {}
+        if self._ranks is not None:
+            among = {"rank": self.rank, "agreement": self._ranks.again()}
+        cache = PrefixCache(identity, self.config(device, host, **settings), device=where, storage=store, **among)
+        try:
+            yield cache
+        finally:
+            if store is not None:
+                store.restore()
+            cache.shutdown(10.0)
+
+    def settle(self, cache: PrefixCache) -> None:
+        """Wait until all backups are written."""
+        if not cache.settle(SETTLE_S):
+            raise Stuck(f"backups were not written within {SETTLE_S:.0f} s")
+        cache.audit()
+
+    def empty(self, cache: PrefixCache, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
+        """Empty memory tiers after the backups; Stuck if pages are left."""
+        cache.flush(tiers, SETTLE_S)
+        names = tuple(f"used.{tier.name.lower()}." for tier in tiers)
+        left = [name for name, count in cache.stats().items() if count and name.startswith(names)]
+        if left:
+            raise Stuck(f"memory could not be emptied: {', '.join(left)}")
+
+    # --- what is stored
+
+    def name(self, lease: Lease, at: int, pool: PoolSpec) -> str:
+        """The object that a lease's page lies in, or this rank's part of it."""
+        return object_name(lease.root, lease.key(at), pool.name, 0 if pool.replicated else self.rank, self.ranks)
+
+    def write(self, store: AlteredStorage, name: str, data: bytes, pool: PoolSpec) -> None:
+        """Store an object in place of the one there, while no rank reads it."""
+        self._meet()
+        if not (pool.replicated and self.rank):
+            store.write({name: data})
+        self._meet()
+
+    def compute(self, prompts: Sequence[Sequence[int]], uncached: Uncached | None = None) -> None:
+        """Have all ranks compute rank 0's prompts without a cache; from then on they are known."""
+        for prompt in prompts if self._ranks is None else self._ranks.of_first([*prompts]):
+            (uncached or self.uncached)(prompt)
+
+    def _meet(self) -> None:
+        if self._ranks is not None:
+            self._ranks.meet()
+
+    # --- requests
+
+    def request(self, cache: PrefixCache, prompt: Sequence[int], salt: str = "", read: bool = True) -> ProofRequest:
+        return ProofRequest(self.model, cache, prompt, self.plan.decode, f"{self.salt} {salt}", read)
+
+    def run(
+        self,
+        cache: PrefixCache,
+        prompt: Sequence[int],
+        salt: str = "",
+        read: bool = True,
+        before: Callable[[ProofRequest], None] | None = None,
+    ) -> ProofRequest:
+        """A whole request; `before` is called when its pages are on the device and not yet read."""
+        with self.request(cache, prompt, salt, read) as request:
+            request.wait()
+            if before is not None:
+                before(request)
+            request.resume()
+            while request.advance():
+                pass
+        cache.audit()
+        return request
+
+    def check(
+        self, request: ProofRequest, resumed: int | None = None, tier: Tier | None = None, about: str = ""
+    ) -> ProofRequest:
+        """Compare a request's logits with the uncached run; it has to resume after `resumed` tokens, from `tier`.
+
+        A hit's pages that a resume does not read, as in a model of states alone, come from nowhere and count as the
+        device's.
+        """
+        tiers, prompt = request.from_tiers(), request.prompt
+        due = resumed
+        if resumed is not None and tier is not Tier.DEVICE:
+            due = self.model.layout.read_before(resumed)
+        if request.waited_s >= 0.9 * STORAGE_S:
+            self.row.troubles.append(
+                f"{named(prompt, about)} waited for storage until the deadline, {request.waited_s:.1f} s"
+            )
+        right = self.compare(prompt, request.transcript, self.uncached(prompt), tiers, resumed, about)
+        if right and tier is not None and tiers[tier] != due:
+            sources = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
+            self.row.troubles.append(
+                f"{named(prompt, about)} was to resume from the {tier.name.lower()}, and had {sources or 'nothing'}"
+            )
+        return request
+
+    def count(self, prompt: Sequence[int], tiers: Sequence[int]) -> None:
+        """Count a finished request by the tokens of its prompt that each tier had."""
+        row = self.row
+        row.requests += 1
+        row.prompt_tokens += len(prompt)
+        for name, tokens in zip(TIERS, tiers, strict=True):
+            row.resumed[name] += tokens
+        self.tick(row)
+
+    def compare(
+        self,
+        prompt: Sequence[int],
+        found: Transcript,
+        expected: Transcript,
+        tiers: Sequence[int],
+        resumed: int | None = None,
+        about: str = "",
+    ) -> bool:
+        """Compare two transcripts and count the request; False if it did not resume where it has to."""
+        row, name, wrong = self.row, named(prompt, about), differences(found, expected)
+        row.compared += len(found.logits)
+        row.differ += len(wrong)
+        if wrong:
+            row.troubles.append(
+                f"{name}, resumed after {sum(tiers)}: logits differ at {len(wrong)} of {len(found.logits)} "
+                f"positions, first after {wrong[0]} tokens, by {largest(found, expected, wrong):.3g} at most"
+            )
+        if misses := resumed is not None and sum(tiers) != resumed:
+            row.troubles.append(f"{name} resumed after {sum(tiers)} tokens instead of {resumed}")
+        self.count(prompt, tiers)
+        return not misses
+
+
+def named(prompt: Sequence[int], about: str) -> str:
+    return f"a prompt of {len(prompt)} tokens" + (f" ({about})" if about else "")

@@ -1,0 +1,265 @@
+"""The folder of a store on 3FS: whose it is, and its open files. Knows no slot's contents.
+
+kvarve.json                  the format; written before anything else. The slots' headers say it too
+slots-<bytes>-<number>       an extent: up to 4,096 slots of so many bytes each
+store                        the metadata service's
+
+3FS has no locks between machines, so nothing here needs one: a file gets its name before any slot of it is used, grows
+by being written to (a truncation to a size would cut off what another machine has written meanwhile), and is removed
+when the metadata says so. Entries with another name are left alone.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from kvarve.errors import StorageError
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
+from kvarve.storage.file.folder import Medium
+from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
+from kvarve.storage.hf3fs.metadata.service import Extent
+from kvarve.storage.hf3fs.slot_layout import HEADER_BYTES, extent_of, file_name, offset, read_header, slots_of
+
+log = logging.getLogger(__name__)
+
+FORMAT = "kvarve-hf3fs/1"
+_LOOKED_AT = 64  # slots of a file, whose headers may say the format
+# Left by an opening that was cut short, or there in every root of a file system: a folder with only these is empty.
+_NOT_CONTENT = ("3fs-virt", "lost+found")
+_OPEN_FILES = 512
+_scratch = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+_NOT_SERVED = (errno.ENOTCONN, errno.ECONNABORTED)  # of a file system in user space whose process has ended
+
+
+class File:
+    """An open extent. Its descriptor is closed with the last reference, as I/O may be under way when it is dropped."""
+
+    def __init__(self, path: Path, fd: int, *, direct: bool, close: Callable[[], None]) -> None:
+        self.path, self.fd, self.direct = path, fd, direct
+        self.failed_syncs = 0
+        self._syncing = threading.Lock()  # guards the count
+        weakref.finalize(self, close).atexit = False
+
+    def sync(self, sync: Callable[[int], object], failed_before: int) -> None:
+        """Return when all that was written to the file since `failed_syncs` was `failed_before` is on the medium.
+
+        The kernel tells a failure to one of all who sync a descriptor, and maybe not to the one whose bytes are lost.
+        """
+        with self._syncing:
+            try:
+                sync(self.fd)
+            except OSError:
+                self.failed_syncs += 1
+                raise
+            if self.failed_syncs > failed_before:
+                raise OSError(errno.EIO, f"{self.path}: another sync of it has failed")
+
+
+class Folder:
+    """An open folder, made if it is missing and `make`. `direct`: files are opened past the page cache where the file
+    system can; `opened(fd)` and `closing(fd)` hear of each descriptor. StorageError: it is not ours, or fails."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        path: Path,
+        *,
+        make: bool = True,
+        direct: bool = True,
+        opened: Callable[[int], None] = lambda _: None,
+        closing: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.disk, self.path = disk, path
+        self._direct, self._opened, self._closing = direct, opened, closing
+        self._lock = threading.Lock()  # guards the files
+        self._files: OrderedDict[Extent, File] = OrderedDict()  # the one used last comes last
+        with Medium(path):
+            if make:
+                disk.make_root(path)
+            self.root = disk.enter(path)
+            try:
+                if not _is_store(disk, self.root):
+                    self._write_marker()
+            except BaseException:  # also on an interrupt
+                disk.close(self.root.file)
+                raise
+        self._closing_root = weakref.finalize(self, disk.close, self.root.file)
+        self._closing_root.atexit = False
+
+    def _write_marker(self) -> None:
+        """Atomically, also where another machine does so now."""
+        unfinished = f"{MARKER}~{secrets.token_hex(8)}"
+        file = self.disk.open(self.root, unfinished, create=True)
+        try:
+            self.disk.write(file, [written(FORMAT)], 0)
+            self.disk.sync(file)
+        finally:
+            self.disk.close(file)
+        self.disk.rename(self.root, unfinished, MARKER)
+        self.disk.sync_folder(self.root)
+
+    def close(self) -> None:
+        """After the last call; files whose I/O hangs are closed when that returns."""
+        with self._lock:
+            self._files.clear()
+        self._closing_root()
+
+    def is_in_place(self) -> bool:
+        """Whether its path still leads to it: else it was removed, or the file system mounted anew."""
+        with Medium(self.path):
+            return self.disk.is_there(str(self.path), self.root.identity)
+
+    def is_gone(self) -> bool:
+        """Whether the process that served the file system has ended, so that nobody does what it was asked to."""
+        try:
+            self.disk.space(self.root)
+        except OSError as error:
+            return error.errno in _NOT_SERVED
+        return False
+
+    def file(self, extent: Extent, *, create: bool = False) -> File:
+        """The extent's file. FileNotFoundError: there is none. Other OSErrors."""
+        with self._lock:
+            file = self._files.pop(extent, None)
+            if file is None:
+                file = self._open(file_name(extent), create)
+            self._files[extent] = file
+            while len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
+        return file
+
+    def marker(self) -> File:
+        """The file that makes the folder a store. OSError."""
+        return self._open(MARKER, create=False)
+
+    def _open(self, name: str, create: bool) -> File:
+        disk, root, closing = self.disk, self.root, self._closing
+        try:
+            fd = disk.open(root, name)
+        except FileNotFoundError:
+            if not create:
+                raise
+            with suppress(FileExistsError):
+                disk.close(disk.open(root, name, create=True))
+                disk.sync_folder(root)
+            fd = disk.open(root, name)
+        direct = False
+        if self._direct:
+            with suppress(OSError):  # tmpfs and others have no direct I/O
+                past = disk.open(root, name, direct=True)
+                try:
+                    disk.read(past, [_scratch], 0)  # some take the flag and refuse the I/O
+                except OSError:
+                    disk.close(past)
+                    raise
+                disk.close(fd)
+                fd, direct = past, True
+        try:
+            self._opened(fd)
+        except BaseException:
+            disk.close(fd)
+            raise
+
+        def close() -> None:
+            closing(fd)
+            disk.close(fd)
+
+        return File(self.path / name, fd, direct=direct, close=close)
+
+    def forget(self, extent: Extent) -> None:
+        """Open the extent's file anew when it is asked for next."""
+        with self._lock:
+            self._files.pop(extent, None)
+
+    def forget_removed(self) -> dict[Extent, int]:
+        """Let go of files that have been removed: one has its room until the last process closes it. Returns what
+        `extents` does."""
+        with self._lock:
+            open_before = [*self._files]  # one made after the list was read is not in it
+        there = self.extents()
+        for extent in open_before:
+            if extent not in there:
+                self.forget(extent)
+        return there
+
+    def remove(self, extent: Extent) -> None:
+        self.forget(extent)
+        with suppress(FileNotFoundError):
+            self.disk.unlink(self.root, file_name(extent))
+
+    def extents(self) -> dict[Extent, int]:
+        """All extents that have a file, and the file's bytes."""
+        return {extent: it.st_size for extent, it in _extents(self.disk, self.root)}
+
+
+def nearest_place(path: Path) -> Path:
+    """The path, or the folder nearest above it that is there. OSError: that cannot be told, as of a dead mount."""
+    for place in (path, *path.parents):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            place.lstat()
+            return place
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def check_path(disk: Disk, path: Path) -> None:
+    """Raise what opening would raise, and touch nothing."""
+    with Medium(path):
+        nearest = nearest_place(path)
+        if nearest != path and not nearest.is_dir():
+            raise StorageError(f"{path}: {nearest} is not a folder")
+        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+            raise StorageError(f"{path}: no permission to read and write {nearest}")
+        if nearest == path:
+            with disk.closing(disk.enter(path)) as root:
+                _is_store(disk, root)
+
+
+def _is_store(disk: Disk, root: Directory) -> bool:
+    """Whether the folder is a store of this format whose file says so; not an empty one, nor one of which only the
+    slots say it. StorageError: it is another. Damaged: neither can be read."""
+    names = disk.entries(root).keys()
+    if not [name for name in names if name not in _NOT_CONTENT and not name.startswith(f"{MARKER}~")]:
+        return False
+    problem = problem_in(
+        root.path,
+        lambda: _content(disk, root),
+        FORMAT,
+        kind="kvarve store on 3FS",
+        otherwise=lambda: any(_has_slots(disk, root, extent, it.st_size) for extent, it in _extents(disk, root)),
+    )
+    if problem:
+        log.warning("%s", problem)
+    return not problem
+
+
+def _extents(disk: Disk, root: Directory) -> Iterator[tuple[Extent, os.stat_result]]:
+    return ((extent, it) for name, it in disk.files(root).items() if (extent := extent_of(name)) is not None)
+
+
+def _has_slots(disk: Disk, root: Directory, extent: Extent, file_bytes: int) -> bool:
+    """Whether a slot of a file has a header of this format."""
+    with suppress(OSError):
+        file = disk.open(root, file_name(extent), read_only=True)
+        try:
+            slots = islice(slots_of(extent, file_bytes), _LOOKED_AT)
+            return any(read_header(disk.peek(file, HEADER_BYTES, offset(slot))) is not None for slot in slots)
+        finally:
+            disk.close(file)
+    return False
+
+
+def _content(disk: Disk, root: Directory) -> bytes:
+    file = disk.open(root, MARKER, read_only=True)
+    try:
+        return disk.peek(file, MARKER_BYTES + 1, 0)
+    finally:
+        disk.close(file)

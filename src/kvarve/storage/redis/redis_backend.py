@@ -1,0 +1,72 @@
+"""What a redis URL may say: redis://[user:password@]host[:6379][/database]?ttl=7d, rediss:// for TLS; docs/redis.md."""
+
+import re
+from collections.abc import Callable
+
+from kvarve.errors import ConfigError
+from kvarve.storage.base import Storage, check_settings
+from kvarve.storage.redis.redis_storage import RedisStorage
+from kvarve.storage.redis.servers import Settings, library
+from kvarve.storage.urls import Backend, StorageUrl
+
+_PLACE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/@\s]+)(?::([0-9]{1,5}))?")
+_TLS = ("tls_ca", "tls_cert", "tls_key")
+
+
+class RedisBackend(Backend):
+    example = "redis://10.0.0.1:6379/0?ttl=7d"
+    parameters = frozenset({"ttl", "cluster", *_TLS})
+    secrets = True
+    shared = True
+    managed_by = "the server itself: see redis-cli"
+
+    @classmethod
+    def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
+        check_settings(1, label)
+        settings = read_settings(url)
+        library()
+        return lambda: RedisStorage(settings, label, description)
+
+
+def read_settings(url: StorageUrl) -> Settings:
+    """ConfigError: what is wrong with the URL."""
+    given, tls = url.parameters, url.scheme == "rediss"
+    cluster = given.get("cluster", "no")
+    if cluster not in ("yes", "no"):
+        raise ConfigError(f"{url.text}: cluster is yes or no, not {cluster!r}")
+    if (wrong := next((name for name in _TLS if name in given), None)) and not tls:
+        raise ConfigError(f"{url.text}: {wrong} is for rediss://, which encrypts")
+    if url.user is not None and url.password is None:
+        raise ConfigError(f"{url.text}: a user has a password, as in redis://user:password@host")
+    ttl_s = url.seconds("ttl") if "ttl" in given else None
+    if ttl_s == 0:
+        raise ConfigError(f"{url.text}: objects that live for 0 s are never found: give a ttl above zero, such as 7d")
+    host, port, socket, database = "", 6379, "", 0
+    if url.place:
+        place, number = _PLACE.fullmatch(url.place), url.path.removeprefix("/") or "0"
+        if place is None or not 0 < int(place[2] or port) < 1 << 16:
+            raise ConfigError(f"{url.text}: {url.place!r} is not host:port")
+        if not re.fullmatch("[0-9]{1,6}", number):
+            raise ConfigError(f"{url.text}: the path of a redis URL is the number of a database, not {number!r}")
+        host, port, database = place[1].strip("[]"), int(place[2] or port), int(number)
+    elif url.path.startswith("/") and not tls:
+        socket = url.path
+    else:
+        raise ConfigError(f"{url.text}: say where the server is, as in {RedisBackend.example}")
+    if cluster == "yes" and (database or socket):
+        raise ConfigError(f"{url.text}: a cluster has a host, and no database but 0")
+    return Settings(
+        f"{url.scheme}://{url.place or socket}",
+        host,
+        port,
+        socket,
+        database,
+        url.user,
+        url.password,
+        cluster == "yes",
+        tls,
+        given.get("tls_ca"),
+        given.get("tls_cert"),
+        given.get("tls_key"),
+        ttl_s,
+    )

@@ -1,0 +1,93 @@
+"""What an operator writes in an engine's configuration is read as meant, or refused with what to do."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvarve.connectors.sglang.hicache import Settings
+from kvarve.connectors.vllm.extra_config import extra_config
+from kvarve.connectors.vllm.tier_settings import TierSettings, read_settings
+from kvarve.errors import ConfigError
+
+URL = "file:///var/kvarve?capacity=10GiB"
+MORE = "memory://m?capacity=1GiB"
+connector = partial(extra_config, where="kv_connector_extra_config")
+
+
+def test_a_connectors_names_are_those_of_kvarves_settings() -> None:
+    policies = {"write_policy": "write_back", "prefetch_base_s": 3, "verify_host": False}
+    urls = ["file:///fast", "mooncake://far"]
+    found = connector({"host_memory": "1GiB", "storage": urls, "weights": "v1"} | policies)
+    assert (found.cache.host_memory, found.cache.device_memory, found.weights) == (1 << 30, 0, "v1")
+    assert found.cache.storages == tuple(urls)
+    assert {name: getattr(found.cache.policies, name) for name in policies} == policies
+    assert connector({"host_memory": 1 << 20}).cache.storages == ()
+
+
+def test_one_url_of_a_tier_is_enough_and_several_are_tiers() -> None:
+    assert read_settings({"storage": URL}) == TierSettings((URL,))
+    given = {"storage": [URL, MORE], "deadline_s": 2, "weights": "v3", "identity": "lora 7"}
+    assert read_settings(given) == TierSettings((URL, MORE), 2, "v3", "lora 7")
+    assert read_settings({"storage": URL, "new_in_vllm": object()}, written={"storage"}) == TierSettings((URL,))
+    with pytest.raises(ConfigError, match="new_in_vllm"):
+        read_settings({"storage": URL, "new_in_vllm": 1}, written={"storage", "new_in_vllm"})
+
+
+def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
+    names = ["backend_name", "module_path", "class_name", "interface_v1", "hicache_storage_pass_prefix_keys"]
+    theirs = dict.fromkeys([*names, "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"], 1)
+    assert Settings.read({**theirs, "storage": URL}) == Settings((URL,))
+    ours = {"storage": [URL, "mooncake://m:1"], "deadline_s": 2, "weights": "w", "model": "m", "buffer_memory": "8MiB"}
+    assert Settings.read({**theirs, **ours}) == Settings((URL, "mooncake://m:1"), 2.0, "m", "w", "", 8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "told"),
+    [
+        *(
+            (connector, given if given == {} else {"host_memory": "1GiB"} | given, f"kv_connector_extra_config: {told}")
+            for given, told in (
+                ({}, "'host_memory' is missing: give"),
+                ({"host_memroy": 1}, "unknown setting 'host_memroy'; did you mean 'host_memory'"),
+                ({"zzz": 1}, "unknown setting 'zzz'; known: host_memory, storage"),
+                ({"host_memory": "much"}, ".*much"),
+                ({"host_memory": 0}, "'host_memory' is 0"),
+                ({"host_memory": True}, "'host_memory' is True"),
+                ({"host_memory": [1]}, ".* it has to be a size"),
+                ({"storage": []}, ".* it has to be a URL"),
+                ({"storage": [1]}, ".* it has to be a URL"),
+                ({"write_policy": 1}, "'write_policy' is 1; it has to be a str"),
+                ({"selective_uses": True}, ".* it has to be a int"),
+                ({"prefetch_base_s": "2"}, ".* it has to be a float"),
+                ({"write_policy": "now"}, "unknown write policy 'now'"),
+                ({"snapshot_gap": 3}, "unknown setting 'snapshot_gap'"),
+            )
+        ),
+        *(
+            (read_settings, given if given == {} else {"storage": URL} | given, f"a kvarve tier: .*{told}")
+            for given, told in (
+                ({}, "'storage' is missing: give a URL"),
+                ({"deadline": 5}, "unknown setting 'deadline'; did you mean 'deadline_s'"),
+                ({"storage": [URL, URL]}, "the same place"),
+                ({"storage": "gopher://host"}, "no storage of the kind 'gopher'"),
+                ({"storage": "file:///x?capactiy=1GiB"}, "unknown parameter 'capactiy'"),
+                ({"deadline_s": 0}, "above 0"),
+                ({"deadline_s": float("nan")}, "above 0"),
+                ({"identity": None}, "'identity' is None; it has to be a text"),
+                ({"enable_kv_events": "yes"}, "true or false"),
+                ({"locality": "NEAR"}, "LOCAL or REMOTE"),
+            )
+        ),
+        (Settings.read, None, "extra config: 'storage' is missing: give a URL, such as 'file:///"),
+        (Settings.read, {"storage": [URL, 3]}, "or a list"),
+        (Settings.read, {"storage": URL, "deadline_s": 10}, "above 0 and below 10"),
+        (Settings.read, {"storage": URL, "deadline_s": True}, "'deadline_s' is True"),
+        (Settings.read, {"storage": URL, "weights": 7}, "'weights' is 7; it has to be a text"),
+        (Settings.read, {"storage": URL, "buffer_memory": 7}, "at least 1 MiB"),
+    ],
+)
+def test_what_cannot_be_is_one_error_that_says_what_to_do(read: Callable[[Any], Any], given: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read(given)
