@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from file_disks import (
     trouble,
 )
 from file_pages import intact, pages, store
+from processes import until
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import FileStorage, check_storage, open_storage
@@ -369,7 +371,8 @@ def mounted(image: Path, place: Path, *options: str) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        gone = partial(subprocess.run, ["umount", str(place)], capture_output=True, check=False)
+        until(lambda: gone().returncode == 0, "that nobody looks into the mount")
 
 
 @pytest.mark.long
