@@ -328,7 +328,7 @@ def test_models_are_listed_and_an_unknown_one_is_not_found(client: httpx.Client)
 def test_a_flush_that_cannot_be_understood_flushes_nothing(client: httpx.Client) -> None:
     for tiers in ("storage", "moon", "device,", ""):
         assert "can be flushed: device, host" in refused(client.post("/flush_cache", params={"tiers": tiers}), 400)
-    for body in (b"{", b'{"tiers": 3}', b'{"tiers": []}', b'{"tiers": ["storage"]}', b'{"tier": "host"}'):
+    for body in (b"{", b"\t", b'{"tiers": 3}', b'{"tiers": []}', b'{"tiers": ["storage"]}', b'{"tier": "host"}'):
         refused(client.post("/flush_cache", content=body), 400)
     for path, name in (
         ("/flush_cache?tiers=host&tiers=device", "tiers"),

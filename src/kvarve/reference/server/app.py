@@ -324,7 +324,7 @@ class _Front:
 def _tiers(query: Sequence[str], body: bytes) -> list[Tier]:
     """The tiers to flush, nearest first."""
     given: str | list[str] | None = query[0] if query else None
-    if given is None and body.strip():
+    if given is None and body:
         given = parse(FlushRequest, body).tiers
     if given is None:
         return list(MEMORY_TIERS)
