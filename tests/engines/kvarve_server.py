@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "src" / "kvarve" / "engine" / "builtin" / "tiny-hybrid"
+MODEL = ROOT / "src" / "kvarve" / "reference" / "engine" / "builtin" / "tiny-hybrid"
 NEEDS = "import cyclopts, fastapi, jinja2, prometheus_client, safetensors, transformers, uvicorn"
 
 
