@@ -156,6 +156,7 @@ def pages_are_known_in_every_chunk(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_is_kept_where_prompts_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Core, "_snapshots", lambda *_: 0)
+    patch.setattr(Core, "_has_room_at", lambda *_: False)
 
 
 def what_is_evicted_is_still_in_use(patch: pytest.MonkeyPatch) -> None:

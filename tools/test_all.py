@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list or not chosen:
         print("\n".join(f"{name}: {' '.join(command)}" for name, command in (chosen or parts(0)).items()))
         return 0 if chosen else 2
+    (OUT.parent / "lives").mkdir(parents=True, exist_ok=True)
     for number, (name, command) in enumerate(chosen.items(), 1):
         if done.get(name, {}).get("ok"):
             continue
