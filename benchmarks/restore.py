@@ -32,7 +32,8 @@ from kvarve.core.policies import Policies
 from kvarve.core.requests.lease import Lease, Phase
 from kvarve.memory.record import record_bytes
 from kvarve.pages.pools import Tier
-from kvarve.storage import FileStorage, Storage, StorageUsage
+from kvarve.storage import FileStorage, Storage
+from kvarve.storage.base import Around
 from pretend import IDENTITY, KV, PAGE_TOKENS, PATIENCE_S, STATE, until
 
 MIB = 1 << 20
@@ -58,11 +59,12 @@ class Size:
 QUICK = Size(prompts=2, pages=12, rounds=2)
 
 
-class Gate(Storage):
+class Gate(Around):
     """A storage whose writes wait until the gate is open, so that the steps before them can be timed alone."""
 
     def __init__(self, inner: Storage) -> None:
-        self._inner, self._open = inner, threading.Event()
+        super().__init__(inner)
+        self._open = threading.Event()
         self._names: list[str] = []
 
     def open(self) -> None:
@@ -73,28 +75,13 @@ class Gate(Storage):
 
     def clear(self) -> None:
         """Delete everything that was put."""
-        self._inner.delete(self._names)
+        self.inner.delete(self._names)
         self._names.clear()
-
-    def exists(self, names: Sequence[str]) -> list[bool]:
-        return self._inner.exists(names)
-
-    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
-        return self._inner.get(names, into)
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         self._open.wait(PATIENCE_S)
         self._names.extend(names)
-        return self._inner.put(names, data)
-
-    def delete(self, names: Sequence[str]) -> list[bool]:
-        return self._inner.delete(names)
-
-    def usage(self) -> StorageUsage:
-        return self._inner.usage()
-
-    def close(self) -> None:
-        self._inner.close()
+        return self.inner.put(names, data)
 
 
 class Bench:

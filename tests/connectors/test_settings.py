@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvarve.connectors.sglang.hicache import Settings
-from kvarve.connectors.vllm.extra_config import extra_config
-from kvarve.connectors.vllm.tier_settings import TierSettings, read_settings
+from kvarve.connectors.engine_settings import ConnectorSettings, HiCacheSettings, TierSettings
 from kvarve.errors import ConfigError
 
 URL = "file:///var/kvarve?capacity=10GiB"
 MORE = "memory://m?capacity=1GiB"
-connector = partial(extra_config, where="kv_connector_extra_config")
+connector = partial(ConnectorSettings.read, where="kv_connector_extra_config")
 
 
 def test_a_connectors_names_are_those_of_kvarves_settings() -> None:
@@ -27,20 +25,22 @@ def test_a_connectors_names_are_those_of_kvarves_settings() -> None:
 
 
 def test_one_url_of_a_tier_is_enough_and_several_are_tiers() -> None:
-    assert read_settings({"storage": URL}) == TierSettings((URL,))
+    assert TierSettings.read({"storage": URL}) == TierSettings((URL,))
     given = {"storage": [URL, MORE], "deadline_s": 2, "weights": "v3", "identity": "lora 7"}
-    assert read_settings(given) == TierSettings((URL, MORE), 2, "v3", "lora 7")
-    assert read_settings({"storage": URL, "new_in_vllm": object()}, written={"storage"}) == TierSettings((URL,))
+    assert TierSettings.read(given) == TierSettings((URL, MORE), 2, "v3", "lora 7")
+    assert TierSettings.read({"storage": URL, "new_in_vllm": object()}, written={"storage"}) == TierSettings((URL,))
     with pytest.raises(ConfigError, match="new_in_vllm"):
-        read_settings({"storage": URL, "new_in_vllm": 1}, written={"storage", "new_in_vllm"})
+        TierSettings.read({"storage": URL, "new_in_vllm": 1}, written={"storage", "new_in_vllm"})
 
 
 def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
     names = ["backend_name", "module_path", "class_name", "interface_v1", "hicache_storage_pass_prefix_keys"]
     theirs = dict.fromkeys([*names, "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"], 1)
-    assert Settings.read({**theirs, "storage": URL}) == Settings((URL,))
+    assert HiCacheSettings.read({**theirs, "storage": URL}) == HiCacheSettings((URL,))
     ours = {"storage": [URL, "mooncake://m:1"], "deadline_s": 2, "weights": "w", "model": "m", "buffer_memory": "8MiB"}
-    assert Settings.read({**theirs, **ours}) == Settings((URL, "mooncake://m:1"), 2.0, "m", "w", "", 8 << 20)
+    assert HiCacheSettings.read({**theirs, **ours}) == HiCacheSettings(
+        (URL, "mooncake://m:1"), 2.0, "m", "w", "", 8 << 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
             (connector, given if given == {} else {"host_memory": "1GiB"} | given, f"kv_connector_extra_config: {told}")
             for given, told in (
                 ({}, "'host_memory' is missing: give"),
-                ({"host_memroy": 1}, "unknown setting 'host_memroy'; did you mean 'host_memory'"),
+                ({"host_memroy": 1}, "unknown setting 'host_memroy': did you mean host_memory"),
                 ({"zzz": 1}, "unknown setting 'zzz'; known: host_memory, storage"),
                 ({"host_memory": "much"}, ".*much"),
                 ({"host_memory": 0}, "'host_memory' is 0"),
@@ -58,18 +58,18 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
                 ({"host_memory": [1]}, ".* it has to be a size"),
                 ({"storage": []}, ".* it has to be a URL"),
                 ({"storage": [1]}, ".* it has to be a URL"),
-                ({"write_policy": 1}, "'write_policy' is 1; it has to be a str"),
-                ({"selective_uses": True}, ".* it has to be a int"),
-                ({"prefetch_base_s": "2"}, ".* it has to be a float"),
+                ({"write_policy": 1}, "'write_policy' is 1; it has to be a text"),
+                ({"selective_uses": True}, ".* it has to be a whole number"),
+                ({"prefetch_base_s": "2"}, ".* it has to be a number"),
                 ({"write_policy": "now"}, "unknown write policy 'now'"),
                 ({"snapshot_gap": 3}, "unknown setting 'snapshot_gap'"),
             )
         ),
         *(
-            (read_settings, given if given == {} else {"storage": URL} | given, f"a kvarve tier: .*{told}")
+            (TierSettings.read, given if given == {} else {"storage": URL} | given, f"a kvarve tier: .*{told}")
             for given, told in (
                 ({}, "'storage' is missing: give a URL"),
-                ({"deadline": 5}, "unknown setting 'deadline'; did you mean 'deadline_s'"),
+                ({"deadline": 5}, "unknown setting 'deadline': did you mean deadline_s"),
                 ({"storage": [URL, URL]}, "the same place"),
                 ({"storage": "gopher://host"}, "no storage of the kind 'gopher'"),
                 ({"storage": "file:///x?capactiy=1GiB"}, "unknown parameter 'capactiy'"),
@@ -80,12 +80,12 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
                 ({"locality": "NEAR"}, "LOCAL or REMOTE"),
             )
         ),
-        (Settings.read, None, "extra config: 'storage' is missing: give a URL, such as 'file:///"),
-        (Settings.read, {"storage": [URL, 3]}, "or a list"),
-        (Settings.read, {"storage": URL, "deadline_s": 10}, "above 0 and below 10"),
-        (Settings.read, {"storage": URL, "deadline_s": True}, "'deadline_s' is True"),
-        (Settings.read, {"storage": URL, "weights": 7}, "'weights' is 7; it has to be a text"),
-        (Settings.read, {"storage": URL, "buffer_memory": 7}, "at least 1 MiB"),
+        (HiCacheSettings.read, None, "extra config: 'storage' is missing: give a URL, such as 'file:///"),
+        (HiCacheSettings.read, {"storage": [URL, 3]}, "or a list"),
+        (HiCacheSettings.read, {"storage": URL, "deadline_s": 10}, "above 0 and below 10"),
+        (HiCacheSettings.read, {"storage": URL, "deadline_s": True}, "'deadline_s' is True"),
+        (HiCacheSettings.read, {"storage": URL, "weights": 7}, "'weights' is 7; it has to be a text"),
+        (HiCacheSettings.read, {"storage": URL, "buffer_memory": 7}, "at least 1 MiB"),
     ],
 )
 def test_what_cannot_be_is_one_error_that_says_what_to_do(read: Callable[[Any], Any], given: Any, told: str) -> None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvarve.connectors.sglang.hicache import NOTHING, Asked, HostPages, Pages, Ranks
-from kvarve.connectors.sglang.objects import Objects, open_guarded
+from kvarve.connectors.sglang.objects import Objects
 from kvarve.errors import ConfigError
+from kvarve.transfer.storage_connection import open_guarded
 
 LAYERS, TOKENS, PAGES, WIDTH = 3, 4, 8, 5
 LABEL = b"\x01" * 32

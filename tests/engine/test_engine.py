@@ -1,7 +1,5 @@
 """The engine answers as if there were no cache, no other request and no error; only sooner."""
 
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -177,15 +175,9 @@ def test_a_request_that_waits_for_storage_is_overtaken(make: Make) -> None:
 
 def test_a_put_that_hangs_costs_no_request_and_no_hit_on_the_device(make: Make) -> None:
     """Four prompts, each asked twice in a row, on a device that holds two of them and a host that holds two."""
-    model, over, hung = a_model(), threading.Event(), threading.Event()
-
-    class HungPuts(MemoryStorage):
-        def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-            hung.set()
-            over.wait()
-            return super().put(names, data)
-
-    storage = HungPuts(64 * MIB, model.identity.fingerprint(), "test")
+    model = a_model()
+    storage = FaultyStorage(MemoryStorage(64 * MIB, model.identity.fingerprint(), "test"), stall_limit_s=LONG_S)
+    storage.stall("put")
     pages = sum(pool.payload_bytes for pool in model.identity.pools)
     engine = make(model, storage=storage, device=room_for(model, 2 * PROMPT), host=2 * (PROMPT // PAGE) * pages)
     try:
@@ -193,9 +185,9 @@ def test_a_put_that_hangs_costs_no_request_and_no_hit_on_the_device(make: Make) 
             for found in (0, GRID_FLOOR):
                 _, tokens, last = engine.submit(a_request(a_prompt(PROMPT, seed))).result(LONG_S)
                 assert len(tokens) == DECODED and last.usage is not None and last.usage.device == found
-            assert hung.wait(LONG_S)
+            storage.wait_for_stalled_call()
     finally:
-        over.set()
+        storage.release()
 
 
 def test_pages_fetched_for_later_requests_keep_no_slots_from_the_first_in_line(make: Make) -> None:

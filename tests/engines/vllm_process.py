@@ -108,17 +108,16 @@ class Watched(Engine):
 
     def _make_faulty(self) -> None:
         """kvarve's storage fails on demand."""
-        from kvarve.cache import worker
-        from kvarve.connectors.vllm import tier
         from kvarve.testing import FaultyStorage
+        from kvarve.transfer import storage_connection
 
-        real = worker.open_storage
+        real = storage_connection.open_storage
 
         def opened(*urls: Any, **more: Any) -> Any:
             self.storage = FaultyStorage(real(*urls, **more))
             return self.storage
 
-        worker.open_storage = tier.open_storage = opened
+        storage_connection.open_storage = opened  # type: ignore[assignment]
 
     # --- commands
 

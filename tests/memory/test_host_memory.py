@@ -103,7 +103,7 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_pinned_and_no_thread(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr("kvarve.cache.worker.device_bytes", lambda _: None)
     monkeypatch.setattr("kvarve.cache.worker.DeviceArena", lambda pool, slots, _: DeviceArena(pool, slots))
-    monkeypatch.setattr("kvarve.cache.worker.open_storage", gone)
+    monkeypatch.setattr("kvarve.cache.worker.open_guarded", gone)
     identity = ModelIdentity("test", "w1", "float32", 64, 128, (SMALL, LARGE))
     config = CacheConfig(1 << 20, 16 << 20, "file:///tmp/none?capacity=1GiB" if "removed" in trouble else None)
     given = Unwilling(1 << 24, identity.fingerprint(), "test") if "transport" in trouble else None

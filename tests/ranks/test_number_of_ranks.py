@@ -1,7 +1,7 @@
 """Rank 2 of 8 holds other heads than rank 2 of 4: neither reads the other's pages."""
 
 import pytest
-from filling import POOLS, a_config, a_region, an_identity, prompt, run, settle
+from filling import POOLS, a_config, a_store, an_identity, prompt, run, settle
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.pages.pools import PoolSpec
@@ -16,20 +16,13 @@ class OneOf(Alone):
         self.ranks = ranks
 
 
-class Shared(FaultyStorage):
-    """One storage that all these caches use in turn."""
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
-def store() -> Shared:
-    return Shared(a_region())
+def store() -> FaultyStorage:
+    return a_store()
 
 
 def served(
-    store: Shared, rank: int, ranks: int, pools: tuple[PoolSpec, ...] = POOLS, computes: int | None = None
+    store: FaultyStorage, rank: int, ranks: int, pools: tuple[PoolSpec, ...] = POOLS, computes: int | None = None
 ) -> tuple[int, int, int]:
     """One prompt on one rank: how many of its pages came from device, host and storage; all of them are stored.
 
@@ -45,14 +38,14 @@ def served(
         cache.shutdown(5)
 
 
-def test_a_rank_of_eight_is_not_served_the_pages_of_that_rank_of_four(store: Shared) -> None:
+def test_a_rank_of_eight_is_not_served_the_pages_of_that_rank_of_four(store: FaultyStorage) -> None:
     assert served(store, rank=2, ranks=4) == (0, 0, 0)
     assert served(store, rank=2, ranks=4) == (0, 0, 4), "its own pages it finds again"
     assert served(store, rank=2, ranks=8) == (0, 0, 0)
     assert served(store, rank=2, ranks=8) == (0, 0, 4)
 
 
-def test_what_all_ranks_hold_alike_is_shared_by_the_ranks_of_one_number(store: Shared) -> None:
+def test_what_all_ranks_hold_alike_is_shared_by_the_ranks_of_one_number(store: FaultyStorage) -> None:
     alike = tuple(PoolSpec(p.name, p.buffers, p.lookback, p.in_place, replicated=True) for p in POOLS)
     for rank in range(2):  # each writes its part, so both have to compute it once
         served(store, rank, 2, alike, computes=0)

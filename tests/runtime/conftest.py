@@ -9,19 +9,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from filling import POOLS, Clock, Make, StoreThatStays, a_config, an_identity
+from filling import POOLS, Clock, Make, a_config, an_identity
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.pages.pools import PoolSpec
+from kvarve.testing import FaultyStorage
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Makes caches, and shuts them down at the end, when calls that were held up go on."""
-    caches: list[tuple[PrefixCache, StoreThatStays | None]] = []
+    caches: list[tuple[PrefixCache, FaultyStorage | None]] = []
 
     def made(
-        storage: StoreThatStays | None = None,
+        storage: FaultyStorage | None = None,
         clock: Clock | None = None,
         pools: tuple[PoolSpec, ...] = POOLS,
         **settings: object,

@@ -56,15 +56,9 @@ def a_region(identity: ModelIdentity | None = None) -> MemoryStorage:
     return MemoryStorage(1 << 26, (identity or an_identity()).fingerprint(), "test")
 
 
-class StoreThatStays(FaultyStorage):
-    """Outlives a cache's shutdown, as a disk would."""
-
-    def close(self) -> None:
-        pass
-
-
-def a_store(*rules: Rule, seed: int = 0, identity: ModelIdentity | None = None) -> StoreThatStays:
-    return StoreThatStays(a_region(identity), rules, seed=seed)
+def a_store(*rules: Rule, seed: int = 0, identity: ModelIdentity | None = None) -> FaultyStorage:
+    """It outlives a cache's shutdown, as a disk would."""
+    return FaultyStorage(a_region(identity), rules, seed=seed, stays=True)
 
 
 def prompt(pages: float, seed: int = 0, prefix: Sequence[int] = ()) -> list[int]:
@@ -201,7 +195,7 @@ def nothing_is_left(cache: PrefixCache) -> bool:
 LONG, ALL = prompt(8.5), 8  # a prompt, and its pages that can be resumed from
 
 
-def a_full_store(tokens: list[int] = LONG) -> StoreThatStays:
+def a_full_store(tokens: list[int] = LONG) -> FaultyStorage:
     """A storage that has all pages of a prompt, written by a cache that has been shut down."""
     store = a_store()
     cache = PrefixCache(an_identity(), a_config(), storage=store)

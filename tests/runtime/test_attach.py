@@ -11,8 +11,6 @@ from filling import (
     Clock,
     Make,
     Request,
-    StoreThatStays,
-    a_region,
     a_store,
     nothing_is_left,
     prompt,
@@ -28,29 +26,14 @@ from kvarve.core.copies.in_flight import STORE
 from kvarve.core.requests.lease import Phase
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.pages.pools import Tier
-from kvarve.storage import MemoryStorage
+from kvarve.testing import FaultyStorage
 from kvarve.transfer import storage_connection
 
 OTHER = prompt(8.5, seed=3)
 LONG_S = 20.0
 
 
-class ThatCloses(StoreThatStays):
-    """Knows whether it has been closed; its objects stay."""
-
-    def __init__(self, inner: MemoryStorage) -> None:
-        super().__init__(inner)
-        self.closed = threading.Event()
-
-    def close(self) -> None:
-        self.closed.set()
-
-
-def a_door() -> ThatCloses:
-    return ThatCloses(a_region())
-
-
-def attach(cache: PrefixCache, store: StoreThatStays, **how: object) -> None:
+def attach(cache: PrefixCache, store: FaultyStorage, **how: object) -> None:
     change = cache.attach(store, **how)  # type: ignore[arg-type]
     cache.step()
     change.made.result(0)
@@ -123,7 +106,7 @@ def test_a_store_gets_what_is_computed_after_it_was_attached(make: Make) -> None
 
 
 def test_a_store_that_takes_anothers_place_gets_everything_and_the_other_is_closed(make: Make) -> None:
-    first, second = a_door(), a_door()
+    first, second = a_store(), a_store()
     cache = make(first)
     run(cache, LONG)
     settle(cache)
@@ -200,7 +183,7 @@ def test_policies_come_with_a_store_and_stay(make: Make) -> None:
 
 def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make) -> None:
     before = threads("kvarve")
-    old, new = a_door(), a_door()
+    old, new = a_store(), a_store()
     cache = make(old, storage_deadline_s=0.2)
     old.stall()
     run(cache, LONG)
@@ -227,7 +210,7 @@ def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make)
 
 
 def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(make: Make) -> None:
-    store, clock = a_door(), Clock()
+    store, clock = a_store(), Clock()
     cache = make(store, clock, storage_deadline_s=0.2, prefetch_policy="best_effort")
     store.stall()
     run(cache, prompt(8.5, seed=20))
@@ -342,7 +325,7 @@ def full(make: Make) -> PrefixCache:
 
 
 def test_an_unknown_policy_is_refused(full: PrefixCache) -> None:
-    config, store = full.config, a_door()
+    config, store = full.config, a_store()
     with pytest.raises(ConfigError, match="unknown prefetch policy 'hope'"):
         full.attach(store, prefetch="hope")
     with pytest.raises(ConfigError, match="unknown write policy 'later'"):
@@ -377,7 +360,7 @@ def test_a_store_without_workers_is_refused(full: PrefixCache, monkeypatch: pyte
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    store = a_door()
+    store = a_store()
     monkeypatch.setattr(threading.Thread, "start", fails)
     with pytest.raises(StorageError, match="no workers for a storage: can't start new thread"):
         full.attach(store)
@@ -395,7 +378,7 @@ def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_c
         raise kind("a bug")
 
     before = threads("kvarve")
-    store = a_door()
+    store = a_store()
     monkeypatch.setattr(full.scheduler.core.slot_pools, "runs", broken)
     change = full.attach(store, back_up=True)
     with pytest.raises(kind, match="a bug"):
@@ -407,7 +390,7 @@ def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_c
 
 
 def test_two_changes_at_once_are_one_too_many(full: PrefixCache) -> None:
-    store, other = a_store(), a_door()
+    store, other = a_store(), a_store()
     first = full.attach(store, back_up=True)
     for second in (lambda: full.attach(other), full.detach):
         with pytest.raises(Busy, match="another change"):
@@ -420,7 +403,7 @@ def test_two_changes_at_once_are_one_too_many(full: PrefixCache) -> None:
 
 
 def test_a_change_that_is_not_made_before_the_end_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, store = make(), a_door()
+    cache, store = make(), a_store()
     change = cache.attach(store)
     monkeypatch.setattr(cache, "settle", lambda timeout_s: True)
     cache.shutdown()

@@ -2,34 +2,34 @@
 
 import logging
 import threading
-from collections.abc import Sequence
 from queue import Queue
 
 import pytest
-from filling import Clock, Make, Request, StoreThatStays, a_region, a_store, prompt, run, settle, until
+from filling import Clock, Make, Request, a_region, a_store, prompt, run, settle, until
 
 from kvarve.cache import prefix_cache
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.requests.lease import Phase
 from kvarve.pages.pools import Tier
 from kvarve.storage import MemoryStorage
+from kvarve.testing import FaultyStorage
 from kvarve.transfer.storage_connection import WORKERS
 
 LONG_S = 20.0
 
 
-class GatedGets(StoreThatStays):
+def gated_gets(region: MemoryStorage) -> tuple[FaultyStorage, Queue[threading.Event]]:
     """Each get announces itself, and waits until it is let through."""
+    store, gates = FaultyStorage(region, stays=True), Queue[threading.Event]()
 
-    def __init__(self, inner: MemoryStorage) -> None:
-        super().__init__(inner)
-        self.gates: Queue[threading.Event] = Queue()
+    def before(call: str) -> None:
+        if call == "get":
+            gate = threading.Event()
+            gates.put(gate)
+            assert gate.wait(LONG_S)
 
-    def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
-        gate = threading.Event()
-        self.gates.put(gate)
-        assert gate.wait(LONG_S)
-        return super().get(names, into)
+    store.before = before
+    return store, gates
 
 
 # --- probes and fetches
@@ -38,10 +38,10 @@ class GatedGets(StoreThatStays):
 def test_all_pages_are_waited_for_though_together_they_take_longer_than_one_call_may(make: Make) -> None:
     """0.9 s a get, and a deadline of 1 s for each: the last copies have not begun after 1.8 s."""
     region, clock = a_region(), Clock()
-    first = make(StoreThatStays(region), device=80_000)
+    first = make(FaultyStorage(region, stays=True), device=80_000)
     run(first, prompt(100.5))
     settle(first)
-    store = GatedGets(region)
+    store, gates_of_calls = gated_gets(region)
     cache = make(store, clock, device=80_000, host=2 << 20, prefetch_policy="wait_complete", storage_deadline_s=1.0)
     request = Request(cache, prompt(100.5))
     until(cache, lambda: request.lease.phase is Phase.FETCHING)
@@ -50,7 +50,7 @@ def test_all_pages_are_waited_for_though_together_they_take_longer_than_one_call
     while request.lease.phase is Phase.FETCHING:
         left = len(request.lease.ops)
         calls = min(WORKERS, left)
-        gates = [store.gates.get(timeout=LONG_S) for _ in range(calls)]
+        gates = [gates_of_calls.get(timeout=LONG_S) for _ in range(calls)]
         clock.now += 0.9
         cache.step()
         assert len(request.lease.ops) == left, "the other copies still wait"
@@ -64,28 +64,22 @@ def test_all_pages_are_waited_for_though_together_they_take_longer_than_one_call
 # --- stores
 
 
-class Slow(StoreThatStays):
-    """A put takes its time."""
-
-    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        threading.Event().wait(0.02)
-        return super().put(names, data)
-
-
 def test_all_sequences_are_stored_by_a_slow_storage_with_a_third_of_them_in_the_host(make: Make) -> None:
     region = a_region()
-    cache = make(Slow(region), host=90_000)
+    slow = FaultyStorage(region, stays=True)
+    slow.before = lambda call: call == "put" and threading.Event().wait(0.02)
+    cache = make(slow, host=90_000)
     assert 4 <= cache.scheduler.core.slot_pools.capacity[len(cache.pools)] < 2 * 8
     for seed in range(4):
         run(cache, prompt(8.5, seed=seed), read=False)
     assert cache.settle(LONG_S * 5)
-    again = make(StoreThatStays(region))
+    again = make(FaultyStorage(region, stays=True))
     assert [run(again, prompt(8.5, seed=seed))[2] for seed in range(4)] == [8] * 4
 
 
 def test_what_was_computed_during_an_outage_is_stored_after_it(make: Make) -> None:
     region = a_region()
-    store = StoreThatStays(region)
+    store = FaultyStorage(region, stays=True)
     cache = make(store, host=90_000)
     store.dead = True
     for seed in range(8):
@@ -94,12 +88,12 @@ def test_what_was_computed_during_an_outage_is_stored_after_it(make: Make) -> No
     store.dead = False
     until(cache, lambda: cache.scheduler.core.copies.storage)
     assert cache.settle(LONG_S)
-    again = make(StoreThatStays(region))
+    again = make(FaultyStorage(region, stays=True))
     assert [run(again, prompt(4.5, seed=seed))[2] for seed in range(8)] == [4] * 8
 
 
 def test_settling_says_no_if_something_could_not_be_stored(make: Make) -> None:
-    store = StoreThatStays(a_region())
+    store = a_store()
     cache = make(store)
     run(cache, prompt(8.5))
     store.dead = True
@@ -176,19 +170,19 @@ def test_under_write_back_a_shutdown_stores_what_was_never_evicted(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     region = a_region()
-    cache = make(StoreThatStays(region), write_policy="write_back")
+    cache = make(FaultyStorage(region, stays=True), write_policy="write_back")
     for seed in range(2):
         run(cache, prompt(8.5, seed=seed))
     assert not region.usage().objects
     with caplog.at_level(logging.WARNING):
         cache.shutdown(LONG_S)
     assert "could not be stored" not in caplog.text
-    again = make(StoreThatStays(region))
+    again = make(FaultyStorage(region, stays=True))
     assert [run(again, prompt(8.5, seed=seed))[2] for seed in range(2)] == [8] * 2
 
 
 def test_a_shutdown_says_how_much_could_not_be_stored(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    store = StoreThatStays(a_region())
+    store = a_store()
     cache = make(store, write_policy="write_back")
     run(cache, prompt(8.5))
     store.dead = True

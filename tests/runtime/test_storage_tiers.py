@@ -7,7 +7,6 @@ import pytest
 from filling import (
     ALL,
     LONG,
-    StoreThatStays,
     a_config,
     a_store,
     an_identity,
@@ -74,9 +73,7 @@ def test_pages_that_the_near_storage_damaged_come_from_the_far_one_and_are_mende
 
 
 @pytest.fixture
-def two(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[StoreThatStays, StoreThatStays, PrefixCache]]:
+def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PrefixCache]]:
     """A near storage, a far one, and a cache over both with a deadline in seconds."""
     near, far = a_store(), a_store()
     lose_patience_with_stalled_calls(monkeypatch, far)
@@ -94,7 +91,7 @@ def two(
 
 @pytest.mark.parametrize("two", [60.0], indirect=True)
 def test_a_far_storage_that_does_not_answer_costs_nothing_of_what_the_near_one_has(
-    two: tuple[StoreThatStays, StoreThatStays, PrefixCache],
+    two: tuple[PrefixCache],
 ) -> None:
     _, far, cache = two
     far.stall()
@@ -108,7 +105,7 @@ def test_a_far_storage_that_does_not_answer_costs_nothing_of_what_the_near_one_h
 
 @pytest.mark.parametrize("two", [0.2], indirect=True)
 def test_new_workers_replace_those_that_hang_reading_from_a_far_storage(
-    two: tuple[StoreThatStays, StoreThatStays, PrefixCache],
+    two: tuple[PrefixCache],
 ) -> None:
     near, far, cache = two
     others = [prompt(8.5, seed=20 + number) for number in range(WORKERS)]

@@ -1,7 +1,7 @@
 """A prefill server hands a prompt over to a decode server, by a ticket and a storage that both share."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,19 +24,6 @@ UNTIL_S = 1e9
 TICKET = Ticket("ab" * 32, "cd" * 32, 8, UNTIL_S, "ef" * 32, "kvarve-page/2")
 
 
-class Shared(FaultyStorage):
-    """One of two connections to a storage, which outlives both."""
-
-    probes = 0
-
-    def exists(self, names: Sequence[str]) -> list[bool]:
-        self.probes += 1
-        return super().exists(names)
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
 def region() -> MemoryStorage:
     return a_region()
@@ -45,8 +32,9 @@ def region() -> MemoryStorage:
 @pytest.fixture
 def servers(region: MemoryStorage) -> Iterator[tuple[PrefixCache, PrefixCache]]:
     """A prefill server with a write policy that would not store a prompt at its first use, and a decode server."""
-    prefill = PrefixCache(an_identity(), a_config(write_policy="write_through_selective"), storage=Shared(region))
-    decode = PrefixCache(an_identity(), a_config(), storage=Shared(region))
+    stores = [FaultyStorage(region, stays=True) for _ in range(2)]
+    prefill = PrefixCache(an_identity(), a_config(write_policy="write_through_selective"), storage=stores[0])
+    decode = PrefixCache(an_identity(), a_config(), storage=stores[1])
     yield prefill, decode
     prefill.shutdown(5)
     decode.shutdown(5)
@@ -81,10 +69,10 @@ def test_pages_that_never_come_are_asked_for_and_then_computed(
     settle(prefill)
     lost = [*region._region.objects]  # type: ignore[union-attr]
     assert lost and all(region.delete(lost))
-    shared, soon = Shared(region), replace(ticket, until_s=0.2)
+    shared, soon = FaultyStorage(region, stays=True), replace(ticket, until_s=0.2)
     decode = PrefixCache(an_identity(), a_config(), storage=shared)
     assert Request(decode, PROMPT, ticket=soon).wait().close().boundary == 0
-    assert shared.probes >= 2, "the storage was asked again"
+    assert shared.counts["exists"] >= 2, "the storage was asked again"
     decode.shutdown(5)
 
 

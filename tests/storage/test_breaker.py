@@ -28,19 +28,11 @@ class Clock:
         return self.now
 
 
-class Sick(FaultyStorage):
-    def leave_behind(self) -> threading.Event:
-        """What calls that hang now wait for from now on, instead of `release`."""
-        left, self._running = self._running, threading.Event()
-        self.release()
-        return left
-
-
 class Ward:
     """A breaker around a storage that fails as told. Its probes come when the test says so."""
 
     def __init__(self, *rules: Rule, **settings: float) -> None:
-        self.sick = Sick(MemoryStorage(1 << 20, LABEL, "model A"), rules, stall_limit_s=LONG_S)
+        self.sick = FaultyStorage(MemoryStorage(1 << 20, LABEL, "model A"), rules, stall_limit_s=LONG_S)
         self.clock, self.turns, self.pauses = Clock(), queue.Queue[bool](), queue.Queue[tuple[threading.Event, float]]()
         self.before = {*threading.enumerate()}
         self.storage = Breaker(

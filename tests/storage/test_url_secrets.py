@@ -3,9 +3,7 @@
 import pytest
 
 from kvarve.cache.config import CacheConfig
-from kvarve.connectors.sglang.hicache import Settings as HiCacheSettings
-from kvarve.connectors.vllm.tier_settings import TierSettings
-from kvarve.connectors.written import Given
+from kvarve.connectors.engine_settings import HiCacheSettings, TierSettings
 from kvarve.errors import ConfigError
 from kvarve.reference.server.serve_settings import Settings
 from kvarve.storage import Backend, MemoryStorage, check_storage
@@ -53,8 +51,8 @@ def test_what_is_shown_of_a_url_has_no_secret(text, told):
 def test_a_refusal_does_not_repeat_it(text):
     for call in (
         lambda: check_storage(text, label=LABEL, description="model A"),
-        lambda: Given("here", {"storage": [text]}).storage(),
-        lambda: Given("here", {"storage": {"url": text}}).storage(),
+        lambda: TierSettings.read({"storage": [text]}),
+        lambda: TierSettings.read({"storage": {"url": text}}),
     ):
         with pytest.raises(ConfigError) as told:
             call()

@@ -1,7 +1,6 @@
 """A storage that compresses: the same records come out, whoever reads them, and `auto` does so only where it pays."""
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvarve.storage import MemoryStorage, Storage, Tiers, open_storage
 from kvarve.storage.memory_storage import forget_memory
 from kvarve.storage.urls import check_storage
 from kvarve.system.regions import HostRegion
-from kvarve.testing import ByteCapacitySuite, MakeStorage, StorageSuite
+from kvarve.testing import ByteCapacitySuite, FaultyStorage, MakeStorage, StorageSuite
 from kvarve.testing.suite import Damage, get, put
 from kvarve.testing.suite_use import OBJECT_BYTES
 from kvarve.transfer import compression
@@ -153,41 +152,27 @@ def test_without_the_library_compressed_pages_are_misses_and_stay(
 # --- memory, order and space
 
 
-class Watched(MemoryStorage):
-    """Says which names each put had; `hold` keeps puts inside until it is released."""
-
-    def __init__(self, capacity_bytes: int = 64 * MIB) -> None:
-        super().__init__(capacity_bytes, LABEL, "model A")
-        self.puts: list[list[str]] = []
-        self.regions: list[HostRegion] = []
-        self.entered, self.hold = threading.Semaphore(0), threading.Event()
-        self.hold.set()
-
-    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        self.puts.append([*names])
-        self.entered.release()
-        assert self.hold.wait(30)
-        return super().put(names, data)
-
-    def register(self, region: HostRegion) -> None:
-        self.regions.append(region)
+def watched(capacity_bytes: int = 64 * MIB) -> FaultyStorage:
+    return FaultyStorage(MemoryStorage(capacity_bytes, LABEL, "model A"))
 
 
 def test_more_than_a_buffer_holds_is_put_in_several_calls_of_which_the_first_names_outlive_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compression, "BUFFER_BYTES", 128 << 10)
+    lent = list[HostRegion]()
+    monkeypatch.setattr(MemoryStorage, "register", lambda _, region: lent.append(region))
     pages = records(12)
-    inner = Watched()
+    inner = watched()
     storage = Compressed(inner, "zstd")
     assert put_all(storage, pages) == [True] * 12
     assert len(inner.puts) > 2 and [name for names in inner.puts[::-1] for name in names] == [*pages]
-    assert len(inner.regions) == 1, "one buffer, which a storage with a transport of its own has been told of"
+    assert len(lent) == 1, "one buffer, which a storage with a transport of its own has been told of"
     assert all_right(storage, pages)
-    small = Watched(7 * 28_672)  # a compressed record has seven blocks
+    small = watched(7 * 28_672)  # a compressed record has seven blocks
     stored = put_all(Compressed(small, "zstd"), pages)
     assert stored == small.exists([*pages]) == [True] * 7 + [False] * 5
-    twice = Watched()
+    twice = watched()
     assert Compressed(twice, "zstd").put([*pages, *pages], [*pages.values()] * 2) == [True] * 24
     assert len(twice.puts) == 1, "of one name twice in a call the first stays"
 
@@ -195,23 +180,23 @@ def test_more_than_a_buffer_holds_is_put_in_several_calls_of_which_the_first_nam
 def test_a_record_larger_than_a_buffer_gets_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "BUFFER_BYTES", 64 << 10)
     pages = records(1) | records(2, "zeros", 500_000, pool="state")
-    inner = Watched()
+    inner = watched()
     storage = Compressed(inner, "zstd")
     assert all(put_all(storage, records(1))) and all(put_all(storage, pages))
     assert all_right(storage, pages) and (inner.usage().bytes or 0) < 200_000
 
 
 def test_calls_that_find_no_buffer_store_records_as_they_are() -> None:
-    inner = Watched()
+    inner = watched()
     storage = Compressed(inner, "zstd")
-    inner.hold.clear()
+    inner.stall("put")
     pages = records(BUFFERS + 1)
     with ThreadPoolExecutor(BUFFERS + 1) as pool:
         calls = []
         for name, page in pages.items():
             calls.append(pool.submit(storage.put, [name], [page]))
-            assert inner.entered.acquire(timeout=30)
-        inner.hold.set()
+            inner.wait_for_stalled_call()
+        inner.release()
         assert [call.result() for call in calls] == [[True]] * (BUFFERS + 1)
     assert all_right(storage, pages)
     sizes = [len(get(inner, name) or b"") for name in pages]

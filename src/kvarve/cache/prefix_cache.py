@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.scheduler import CacheScheduler, Prompt, Tokens
-from kvarve.cache.worker import CLOSE_S, Attached, CacheWorker
+from kvarve.cache.worker import Attached, CacheWorker
 from kvarve.core.core_config import Counters
 from kvarve.core.observe.page_events import Told
 from kvarve.core.policies import WritePolicy
@@ -22,6 +22,7 @@ from kvarve.ranks.agreement import Agreement, Alone
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
 from kvarve.transfer.flows import LANES, Flow
+from kvarve.transfer.storage_connection import CLOSE_S
 
 log = logging.getLogger(__name__)
 

@@ -28,17 +28,15 @@ from kvarve.memory.device_memory import DeviceMemory, driver_of
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.host_memory import HostMemory
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
-from kvarve.memory.record import record_bytes, whole
+from kvarve.memory.record import record_bytes
 from kvarve.memory.seals import seal_of
 from kvarve.pages.pools import ModelIdentity, PoolSpec, Tier
 from kvarve.pages.sizes import format_size
-from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage, open_storage
+from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage
 from kvarve.storage.urls import allocate, backend_of, only_read, parse_urls
 from kvarve.transfer.compression import Compressed, buffers_bytes, compressing, totals
-from kvarve.transfer.storage_connection import StorageConnection
+from kvarve.transfer.storage_connection import CLOSE_S, StorageConnection, open_guarded
 from kvarve.transfer.transfer_engine import TransferEngine
-
-CLOSE_S = 5.0  # how long closing a storage waits for a call that hangs
 
 
 class UnderWay(Busy):
@@ -402,14 +400,14 @@ class CacheWorker:
         return replace(self.config, storage=setting if isinstance(setting, str) else tuple(setting), policies=policies)
 
     def _open(self, config: CacheConfig, *, answers: bool) -> Storage:
-        return open_storage(
+        return open_guarded(
             config.storages,
             label=self._namespace,
             description=str(self.identity),
-            guard=partial(Breaker, deadline_s=config.policies.storage_deadline_s, clock=self._clock),
-            whole=partial(whole, seal=self._seal),
-            around=compressing,
+            deadline_s=config.policies.storage_deadline_s,
+            seal=self._seal,
             answers=answers,
+            clock=self._clock,
         )
 
     def _guarded(self, storage: Storage, urls: tuple[str, ...]) -> Attached:

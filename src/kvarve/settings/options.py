@@ -4,15 +4,13 @@ A field is a flag, its docstring the help, its value the default. A flag goes be
 before the file, the file before the default. Every mistake is one ConfigError.
 """
 
-import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
-from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import (
@@ -32,19 +30,12 @@ from cyclopts.config import Dict, Env
 
 from kvarve.errors import ConfigError
 from kvarve.pages.sizes import Size, format_size, parse_size
+from kvarve.settings.values import FORMS, closest, form_of
 
 FILE_BYTES = 64 * 1024  # of a config file at most: a longer one is something else
 FLAT = Parameter(name="*")  # a dataclass whose fields are options without a prefix
 JsonFile = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]  # of a report; - is standard output
 ConfigFile = Annotated[Path | None, Parameter(help="a TOML file of options, each as some_option = value")]
-
-# By the type of a setting: which types of TOML it takes, and in words; a string for all others.
-_TOML: dict[Any, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false, without quotes"),
-    int: ((int,), "a whole number, without quotes"),
-    float: ((int, float), "a number, without quotes"),
-    Size: ((int, str), "a size such as '10GiB', or a whole number of bytes"),
-}
 
 
 def root_app(name: str, text: str, version: str, **more: Any) -> App:
@@ -96,11 +87,6 @@ def _check_command(app: App, words: Sequence[str]) -> None:
             raise ConfigError(f"{problem} known: {', '.join(known)} (see {' '.join(chain)} --help)")
         app = app[word]
         chain.append(word)
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f": did you mean {close[0]}?" if close else ""
 
 
 def _complaint(error: CycloptsError) -> str:
@@ -223,11 +209,11 @@ def _fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) ->
             if key not in options:
                 raise ConfigError(f"{path}: unknown setting {key!r}{closest(key, options)}")
             hint = options[key].hint
-            kind = next((each for each in get_args(hint) if each not in (NoneType, ...)), hint)
             several = get_origin(hint) is tuple and isinstance(value, list)
-            types, what = _TOML.get(kind, ((str,), "a string in quotes"))
-            if not all(type(each) in types for each in (value if several else [value])):
-                raise ConfigError(f"{path}: {key} must be {what}")
+            form, values = form_of(hint), value if several else [value]
+            if not all(map(form.takes, values)):
+                quotes = ", without quotes" if str not in form.types else ", in quotes" if form is FORMS[str] else ""
+                raise ConfigError(f"{path}: {key} must be {form.words}{quotes}")
         # By command, as cyclopts would leave out a setting with the name of a command from a flat one.
         data = reduce(lambda inner, name: {name: inner}, commands[::-1], settings)
         Dict(data=data, source=path)(app, commands, arguments)

@@ -8,7 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvarve.errors import StorageError
@@ -41,12 +41,26 @@ class Rule:
 
 
 class FaultyStorage(AlteredStorage):
-    """`inner` with the faults of `rules`. `counts`: of calls, and of faults injected (stalls also by call)."""
+    """`inner` with the faults of `rules`. `counts`: of calls, and of faults injected (stalls also by call); `puts`: the
+    names of each put; `closed`: whether it was closed. One that `stays` leaves `inner` open, as a disk outlives a
+    process."""
 
-    def __init__(self, inner: Storage, rules: Iterable[Rule] = (), *, seed: int = 0, stall_limit_s: float = 30) -> None:
+    def __init__(
+        self,
+        inner: Storage,
+        rules: Iterable[Rule] = (),
+        *,
+        seed: int = 0,
+        stall_limit_s: float = 30,
+        stays: bool = False,
+    ) -> None:
         super().__init__(inner)
         self.rules = list(rules)  # a test may change it between calls
         self.dead = False  # while a test sets it, every call but close raises
+        self.read_only = False  # while a test sets it, nothing is stored
+        self.before: Callable[[Call], object] = lambda call: None  # called on the thread of each call
+        self.puts: list[list[str]] = []
+        self.stays, self.closed = stays, threading.Event()
         self.counts: Counter[str] = Counter()
         self._calls = 0
         self._random = random.Random(seed)
@@ -66,6 +80,12 @@ class FaultyStorage(AlteredStorage):
 
     def release(self) -> None:
         self._running.set()
+
+    def leave_behind(self) -> threading.Event:
+        """What the calls that wait now wait for from now on, instead of `release`; no others wait."""
+        left, self._running = self._running, threading.Event()
+        self.release()
+        return left
 
     def wait_for_stalled_call(self) -> None:
         """Return when a call has begun to wait, each call once; StorageError when none comes within the limit."""
@@ -109,7 +129,10 @@ class FaultyStorage(AlteredStorage):
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
+        self.puts.append([*names])
         nth = self._begin("put", len(names), lambda done: self.inner.put(names[:done], data[:done]))
+        if self.read_only:
+            return [False] * len(names)
         lost = [self._strikes("lose", nth) for _ in names]
         kept = [(name, self._worn(view, nth)) for name, view, gone in zip(names, data, lost, strict=True) if not gone]
         answers = iter(super().put([name for name, _ in kept], [view for _, view in kept]))
@@ -134,7 +157,12 @@ class FaultyStorage(AlteredStorage):
 
     def usage(self) -> StorageUsage:
         self._begin("usage", 0, lambda _: None)
-        return super().usage()
+        return replace(super().usage(), read_only=True) if self.read_only else super().usage()
+
+    def close(self) -> None:
+        self.closed.set()
+        if not self.stays:
+            super().close()
 
     # Faults.
 
@@ -144,11 +172,13 @@ class FaultyStorage(AlteredStorage):
             self.counts[call] += 1
             self._calls += 1
             nth, nth_of_all = self.counts[call], self._calls
-        if self._stalled in (None, call) and not self._running.is_set():
+        self.before(call)
+        running = self._running
+        if self._stalled in (None, call) and not running.is_set():
             self._count("stall")
             self._count(f"stall: {call}")
             self._arrivals.release()
-            if not self._running.wait(self._stall_limit_s):
+            if not running.wait(self._stall_limit_s):
                 raise StorageError(f"injected: {call} stalled for {self._stall_limit_s} s")
         if self.dead:
             self._count("dead")

@@ -1,4 +1,4 @@
-"""A connection to one storage: its lanes, and the copies in flight on them.
+"""A connection to one storage: its lanes, the copies in flight on them, and which of its objects are damaged.
 
 Storages are attached and detached while the cache serves. A storage that hangs blocks only its own connection: the next
 one has its own workers, and copies that still run here keep their slots until they return.
@@ -7,15 +7,20 @@ one has its own workers, and copies that still run here keep their slots until t
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
+from typing import Any
 
 from kvarve.core.copies.effects import Refusal
 from kvarve.core.copies.in_flight import FETCH, PROBE, STORE, Edge
 from kvarve.errors import StorageError
-from kvarve.storage import Breaker, Storage, StorageUsage, Tiers
+from kvarve.memory.record import whole
+from kvarve.memory.seals import CHECKSUM, Seal
+from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, open_storage
 from kvarve.system.background import Abandoned, BackgroundCall
+from kvarve.transfer.compression import compressing
 from kvarve.transfer.flows import LANES
 from kvarve.transfer.lanes import Ends, Lane
 
@@ -24,6 +29,8 @@ log = logging.getLogger(__name__)
 WORKERS = 3  # each way: one checks pages, one moves them, and one waits until they are on the medium
 ASKED = 8192  # pages, at most, of several requests' probes that become one call
 USAGE_S = 0.5  # how long `usage` waits for the storage's answer
+CLOSE_S = 5.0  # how long closing a storage waits for a call that hangs
+_DAMAGED_KNOWN = 1 << 16  # names
 
 
 class StorageConnection:
@@ -38,7 +45,8 @@ class StorageConnection:
         self._deadline_s = deadline_s
         self._asking: BackgroundCall[StorageUsage] | None = None  # the last call of its usage
         self._answered: BackgroundCall[StorageUsage] | None = None  # the last one before that, which has ended
-        self._lock = threading.Lock()  # guards these two
+        self._damaged: OrderedDict[str, None] = OrderedDict()  # not deleted yet, as far as known
+        self._lock = threading.Lock()  # guards these three; never held during a call
         try:
             lane = partial(Lane, ends=ends, patience_s=deadline_s, clock=clock)
             self.lanes[STORE] = lane(LANES[STORE], workers=WORKERS)
@@ -54,8 +62,69 @@ class StorageConnection:
         hangs."""
         return self.lanes[FETCH].busy_s() > self._deadline_s
 
-    def usage(self) -> StorageUsage:
-        """The storage's usage, or its last answer if it takes longer than `USAGE_S`. From any thread.
+    # --- calls of the storage that know what is damaged: such an object is missing until it has been deleted
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        found = self.storage.exists(names)
+        if not self._damaged:
+            return found
+        with self._lock:
+            return [there and name not in self._damaged for name, there in zip(names, found, strict=True)]
+
+    def put(self, names: Sequence[str], records: Sequence[Any], *, in_pieces: bool = False) -> list[bool]:
+        put = self.storage.put_pieces if in_pieces else self.storage.put
+        if self._damaged:
+            with self._lock:
+                damaged = [name for name in names if name in self._damaged]
+            if damaged and not self._delete(damaged):  # a put keeps what is there; the others can be stored
+                kept = [i for i, name in enumerate(names) if name not in damaged]
+                answers = put([names[i] for i in kept], [records[i] for i in kept])
+                stored = {i for i, done in zip(kept, answers, strict=True) if done}
+                return [i in stored for i in range(len(names))]
+        return put(names, records)
+
+    def delete_damaged(self, names: Sequence[str]) -> None:
+        """Delete objects whose bytes are not what their names say, so that they are stored anew."""
+        if not names:
+            return
+        with self._lock:
+            self._damaged.update(dict.fromkeys(names))
+            while len(self._damaged) > _DAMAGED_KNOWN:
+                self._damaged.popitem(last=False)
+        self._delete(names)
+
+    def _delete(self, damaged: Sequence[str]) -> bool:
+        if not self.up:  # nothing would be deleted
+            return False
+        try:
+            self.storage.delete(damaged)
+        except StorageError as e:
+            log.warning("%d damaged objects, such as %s, could not be deleted: %s", len(damaged), damaged[0], e)
+            return False
+        with self._lock:
+            for name in damaged:
+                self._damaged.pop(name, None)
+        return True
+
+    # --- its state
+
+    @property
+    def up(self) -> bool:
+        """Whether calls reach the storage."""
+        return not isinstance(self.storage, Breaker | Tiers) or self.storage.up
+
+    def refusal(self) -> Refusal:
+        """Why the storage has not stored what was put."""
+        try:
+            usage = self.storage.usage()
+        except StorageError:
+            return Refusal.NONE
+        if not self.up:
+            return Refusal.NONE
+        return Refusal.READ_ONLY if usage.read_only else Refusal.FULL
+
+    def usage(self, within_s: float | None = None) -> StorageUsage:
+        """The storage's usage, or its last answer if it takes longer than that, or `USAGE_S`. From any thread.
 
         StorageError: the storage failed, or has not answered yet.
         """
@@ -65,7 +134,7 @@ class StorageConnection:
                 self._answered = self._asking
                 self._asking = BackgroundCall("kvarve usage", self.storage.usage)
             asking, answered = self._asking, self._answered
-        last = asking if asking.ended(USAGE_S) else answered
+        last = asking if asking.ended(USAGE_S if within_s is None else within_s) else answered
         if last is None:
             raise StorageError("the storage has not reported its usage yet")
         try:
@@ -110,12 +179,28 @@ class StorageConnection:
             log.exception("a bug in a storage's close")
 
 
-def refusal(storage: Storage) -> Refusal:
-    """Why a storage has not stored what was put."""
-    try:
-        usage = storage.usage()
-    except StorageError:
-        return Refusal.NONE
-    if isinstance(storage, Breaker | Tiers) and not storage.up:
-        return Refusal.NONE
-    return Refusal.READ_ONLY if usage.read_only else Refusal.FULL
+def open_guarded(
+    setting: str | Sequence[str],
+    *,
+    label: bytes,
+    description: str,
+    deadline_s: float,
+    seal: Seal = CHECKSUM,
+    answers: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> Breaker | Tiers:
+    """The storage that a URL or several mean, behind circuit breakers; unless it `answers`, it need not do so now.
+
+    ConfigError, StorageError as `open_storage` raises them.
+    """
+    guard = partial(Breaker, deadline_s=deadline_s, close_s=min(CLOSE_S, deadline_s), clock=clock)
+    storage = open_storage(
+        setting,
+        label=label,
+        description=description,
+        guard=guard,
+        whole=partial(whole, seal=seal),
+        around=compressing,
+        answers=answers,
+    )
+    return storage if isinstance(storage, Tiers) else guard(storage)

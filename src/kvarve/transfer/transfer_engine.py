@@ -6,7 +6,6 @@ Every page is checked here on its way towards the model: always when it comes fr
 unless that is switched off.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 from kvarve.core.copies.effects import Copy, Effect, Event, Hurry, Page, Probe, Refusal, Transfer, Verified
 from kvarve.core.copies.in_flight import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
 from kvarve.core.core_config import LOAD_DEADLINE_S
-from kvarve.errors import StorageError
 from kvarve.memory.arenas import HostArena
 from kvarve.memory.fingerprints import Fingerprints, fingerprint
 from kvarve.memory.host_memory import zeros
@@ -27,9 +25,7 @@ from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
 from kvarve.transfer.flows import LANES, Flow
 from kvarve.transfer.lanes import Ends, Lane, Outcome
-from kvarve.transfer.storage_connection import StorageConnection, refusal
-
-log = logging.getLogger(__name__)
+from kvarve.transfer.storage_connection import StorageConnection
 
 
 class TransferEngine:
@@ -106,16 +102,16 @@ class TransferEngine:
         """Or from it, or a question."""
         connection = self.connection
         assert connection is not None, "the core knows that there is no storage"
-        # Each piece carries its storage: another may be attached before it runs.
-        storage, begins_s = connection.storage, max(self._deadline_s, effect.wait_s)
+        # Each piece carries its connection: another may be attached before it runs.
+        begins_s = max(self._deadline_s, effect.wait_s)
         if isinstance(effect, Probe):
             # Waiting probes become one call, so the last of a burst waits for two calls at most.
-            connection.lanes[PROBE].send_part(effect.op, self._probe, (storage, effect), len(effect.pages), begins_s)
+            connection.lanes[PROBE].send_part(effect.op, self._probe, (connection, effect), len(effect.pages), begins_s)
         elif effect.target is Tier.STORAGE:
             # A put is durable when it returns, so a few large ones are cheaper.
-            connection.lanes[STORE].send_part(effect.op, self._store, (storage, effect), len(effect.pages), begins_s)
+            connection.lanes[STORE].send_part(effect.op, self._store, (connection, effect), len(effect.pages), begins_s)
         else:
-            connection.lanes[FETCH].send(effect.op, lambda: self._fetch(storage, effect), begins_s, effect.urgent)
+            connection.lanes[FETCH].send(effect.op, lambda: self._fetch(connection, effect), begins_s, effect.urgent)
 
     def collect(self) -> list[Event]:
         return self.ends.collect()
@@ -185,9 +181,9 @@ class TransferEngine:
         self.flows[LOAD].moved(time.perf_counter() - began, _chosen(copy.pages, good))
         return good, bad
 
-    def _store(self, sent: Sequence[tuple[Storage, Copy]]) -> list[Outcome]:
+    def _store(self, sent: Sequence[tuple[StorageConnection, Copy]]) -> list[Outcome]:
         """Several copies to one storage in one put. A put keeps an object that exists, so no probe comes first."""
-        storage, began = sent[0][0], time.perf_counter()
+        connection, began = sent[0][0], time.perf_counter()
         outcomes: list[list[int]] = [[0, 0] for _ in sent]
         pages = [(at, i, copy.root, page) for at, (_, copy) in enumerate(sent) for i, page in enumerate(copy.pages)]
         names, records, told = list[str](), list[memoryview](), list[tuple[int, int, int]]()
@@ -206,26 +202,26 @@ class TransferEngine:
                 else:
                     outcomes[at][0] |= 1 << i
         moved = [sent[at][1].pages[i] for at, i, count in told for _ in range(count)]  # the page of each record
-        compared = self._new(storage, names, records, moved)
-        stored = storage.put(names, records) if names else []
+        compared = self._new(connection, names, records, moved)
+        stored = connection.put(names, records) if names else []
         compared = {number: before for number, before in compared.items() if stored[number]}
-        altered = self._altered_there(storage, names, records, moved, compared)
+        altered = self._altered_there(connection, names, records, moved, compared)
         kept_there = iter([done and number not in altered for number, done in enumerate(stored)])
         for at, i, count in told:
             outcomes[at][0] |= all([*islice(kept_there, count)]) << i
         kept = [page for (good, _), (_, copy) in zip(outcomes, sent, strict=True) for page in _chosen(copy.pages, good)]
         written = [page for page in kept if self._host[page.pool].parts.writes(page.key)]
         self.flows[STORE].moved(time.perf_counter() - began, kept, written)
-        refused = Refusal.NONE if all(stored) else refusal(storage)
+        refused = Refusal.NONE if all(stored) else connection.refusal()
         return [(good, bad, refused) for good, bad in outcomes]
 
     def _new(
-        self, storage: Storage, names: Sequence[str], records: Sequence[memoryview], moved: Sequence[Page]
+        self, connection: StorageConnection, names: Sequence[str], records: Sequence[memoryview], moved: Sequence[Page]
     ) -> dict[int, int]:
         """By number, the fingerprints of sampled records that a storage does not have yet: one that it has is kept, and
         may differ by rounding."""
         sampled = [number for number, page in enumerate(moved) if self.fingerprints.samples(page.key)]
-        there = storage.exists([names[number] for number in sampled]) if sampled else []
+        there = connection.exists([names[number] for number in sampled]) if sampled else []
         return {
             number: fingerprint(records[number][HEADER_BYTES:])
             for number, known in zip(sampled, there, strict=True)
@@ -234,7 +230,7 @@ class TransferEngine:
 
     def _altered_there(
         self,
-        storage: Storage,
+        connection: StorageConnection,
         names: Sequence[str],
         records: Sequence[memoryview],
         moved: Sequence[Page],
@@ -244,7 +240,7 @@ class TransferEngine:
         if not before:
             return set()
         copies = [zeros(len(records[number])) for number in before]
-        sizes = storage.get([names[number] for number in before], copies)
+        sizes = connection.storage.get([names[number] for number in before], copies)
         altered = set()
         for (number, taken), copy, size in zip(before.items(), copies, sizes, strict=True):
             pool, key = self._host[moved[number].pool].pool.name, moved[number].key
@@ -252,15 +248,14 @@ class TransferEngine:
                 _edge(Tier.HOST, Tier.STORAGE), pool, key, taken, fingerprint(copy[HEADER_BYTES:])
             ):  # one that has been evicted since is not compared
                 altered.add(number)
-        if altered:
-            storage.delete([names[number] for number in altered])
+        connection.delete_damaged([names[number] for number in altered])
         return altered
 
-    def _fetch(self, storage: Storage, copy: Copy) -> tuple[int, int]:
+    def _fetch(self, connection: StorageConnection, copy: Copy) -> tuple[int, int]:
         began, arenas = time.perf_counter(), [self._host[page.pool] for page in copy.pages]
         names = [arena.parts.names(copy.root, page.key) for arena, page in zip(arenas, copy.pages, strict=True)]
         blanks = [arena.parts.blanks(arena.record(page.target)) for arena, page in zip(arenas, copy.pages, strict=True)]
-        sizes = iter(storage.get([*chain(*names)], [*chain(*blanks)]))
+        sizes = iter(connection.storage.get([*chain(*names)], [*chain(*blanks)]))
         good = bad = 0
         spoilt: list[str] = []
         for i, (page, arena) in enumerate(zip(copy.pages, arenas, strict=True)):
@@ -276,11 +271,7 @@ class TransferEngine:
                 spoilt += damaged
                 bad |= 1 << i
         self.flows[FETCH].moved(time.perf_counter() - began, _chosen(copy.pages, good))
-        if bad:  # deleted, so that the recomputed page is stored again
-            try:
-                storage.delete(spoilt)
-            except StorageError as e:  # the good pages are good all the same
-                log.warning("bad pages could not be deleted: %s", e)
+        connection.delete_damaged(spoilt)
         return good, bad
 
     def _take(self, page: Page, parts: Sequence[memoryview]) -> bool:
@@ -314,7 +305,7 @@ class TransferEngine:
             altered |= (not self.fingerprints.equal(edge, pool, page.key, before, after)) << i
         return altered
 
-    def _probe(self, sent: Sequence[tuple[Storage, Probe]]) -> list[Outcome]:
+    def _probe(self, sent: Sequence[tuple[StorageConnection, Probe]]) -> list[Outcome]:
         """Which pages of several prompts one storage has, in one call."""
         asked = [[self._host[page.pool].parts.names(probe.root, page.key) for page in probe.pages] for _, probe in sent]
         names = [*dict.fromkeys(name for pages in asked for parts in pages for name in parts)]

@@ -21,8 +21,6 @@ from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_p
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang_witness import Witness
 
-from kvarve.connectors.sglang.objects import BUFFERS
-
 LAYOUTS = ("page_first_direct", "layer_first")
 LONG_S = 60.0
 _numbers = count()
@@ -93,9 +91,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until no call of the storage is in flight."""
-        buffers = self.witness._objects._buffers
-        with buffers._came_back:
-            assert buffers._came_back.wait_for(lambda: len(buffers._free) + buffers._left == BUFFERS, LONG_S)
+        assert self.witness._objects.road.buffers.wait_for_all(LONG_S)
 
 
 class Fixtures(UnifiedRadixCacheStorageFixtures, unittest.TestCase):

@@ -14,8 +14,9 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang_engines import KINDS, MakeFixtures, long
 
+from kvarve.connectors.engine_settings import HiCacheSettings
 from kvarve.connectors.sglang import hicache_storage as connector
-from kvarve.connectors.sglang.hicache import Ranks, Settings
+from kvarve.connectors.sglang.hicache import Ranks
 from kvarve.errors import ConfigError
 
 FULL = KINDS[0]
@@ -87,7 +88,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: dict[str, 
 
     def found(setting: str = "", **more: Any) -> str:
         monkeypatch.setattr(connector, "_server_args", lambda: SimpleNamespace(model_path=model, **more))
-        settings = Settings.read({"storage": "file:///x?capacity=1GiB", "weights": setting})
+        settings = HiCacheSettings.read({"storage": "file:///x?capacity=1GiB", "weights": setting})
         return connector._identity(settings, None, Ranks()).weights
 
     return found

@@ -1,4 +1,4 @@
-"""What HiCache, SGLang's hierarchical cache, asks of a storage: names, boundaries, settings, and pages as bytes.
+"""What HiCache, SGLang's hierarchical cache, asks of a storage: names, boundaries, and pages as bytes.
 
 `hicache_storage` is the class that SGLang loads; it turns SGLang's words into these. Nothing here imports SGLang.
 """
@@ -7,22 +7,22 @@ import ctypes
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvarve.connectors.checkpoint import local_files, weights_fingerprint
-from kvarve.connectors.sglang.objects import Kind, Objects
-from kvarve.connectors.written import Given
+from kvarve.connectors.sglang.objects import Objects
 from kvarve.errors import ConfigError
 from kvarve.memory.record import FORMAT
 from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.pages import boundaries
 from kvarve.pages.keys import KEY_BYTES
+from kvarve.transfer.storage_road import Kind
 
 log = logging.getLogger(__name__)
 
@@ -30,63 +30,7 @@ KV = "kv"
 MAMBA = "mamba"
 DRAFT = "draft"  # the beginning of the names of pools of a draft model
 
-# Keys of extra_config that SGLang reads itself, and leaves there or not.
-SGLANGS = frozenset(
-    {
-        "backend_name",
-        "module_path",
-        "class_name",
-        "interface_v1",
-        "prefetch_threshold",
-        "prefetch_timeout_base",
-        "prefetch_timeout_per_ki_token",
-        "hicache_storage_pass_prefix_keys",
-        "tp_lcm_size",
-        "file_storage_path",
-    }
-)
-
-DETACH_S = 10  # for which SGLang waits as it detaches a storage
 PIECES_MOST = 8  # of a page that is copied piece by piece; of more, SGLang makes a flat page
-
-
-# --- settings
-
-
-@dataclass(frozen=True)
-class Settings:
-    """kvarve's keys of `--hicache-storage-backend-extra-config`."""
-
-    storage: tuple[str, ...] = field(repr=False)  # it may hold a password
-    """A storage URL, or a list of them: tiers, nearest first."""
-    deadline_s: float = 5.0
-    """Longest time that a call of SGLang waits for the storage. Below `DETACH_S`."""
-    model: str = ""
-    """The name of the model in the identity of its pages. Default: the path that SGLang loads it from."""
-    weights: str = ""
-    """A name for the weights, which has to change whenever they do. Default: a fingerprint of a sample of their files;
-    "read": of all bytes."""
-    numerics: str = ""
-    """A name for all else that changes a page's last bits. Default: versions, device and kernels, as SGLang tells."""
-    buffer_memory: int = 96 << 20
-    """Bytes of the buffers between SGLang's host memory and the storage."""
-    storage_key: str = ""
-    """A file of 32 random bytes, of this user alone: pages in storage that were not sealed with it are misses."""
-
-    @classmethod
-    def read(cls, extra_config: Mapping[str, Any] | None) -> "Settings":
-        """ConfigError, which says what to do, for a key that is neither ours nor SGLang's, or a wrong value."""
-        given = Given("extra config", {key: value for key, value in (extra_config or {}).items() if key not in SGLANGS})
-        given.check_keys([*cls.__dataclass_fields__])
-        return cls(
-            given.needed_storage(),
-            given.seconds("deadline_s", cls.deadline_s, below=DETACH_S),
-            given.text("model"),
-            given.text("weights"),
-            given.text("numerics"),
-            given.size("buffer_memory", cls.buffer_memory, least=1 << 20),
-            given.text("storage_key"),
-        )
 
 
 # --- identity and names

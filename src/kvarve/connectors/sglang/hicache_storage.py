@@ -29,23 +29,24 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.runtime_context import get_server_args, get_serving
 
 from kvarve.connectors.checkpoint import began_s, began_ticks, local_files, replaced_since
+from kvarve.connectors.engine_settings import READ_ALL, HiCacheSettings
 from kvarve.connectors.sglang.hicache import (
     KV,
     Asked,
     Identity,
     Pages,
     Ranks,
-    Settings,
     checkpoint,
     copy_from,
     copy_to,
     page_key,
 )
-from kvarve.connectors.sglang.objects import Kind, Objects, open_guarded
-from kvarve.connectors.written import READ_ALL
+from kvarve.connectors.sglang.objects import Objects
 from kvarve.errors import ConfigError
 from kvarve.memory.seals import seal_of
 from kvarve.storage.urls import shown
+from kvarve.transfer.storage_connection import open_guarded
+from kvarve.transfer.storage_road import Kind
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class HiCacheKvarve(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         del kwargs
         extra = storage_config.extra_config or {}
-        settings = Settings.read(extra)
+        settings = HiCacheSettings.read(extra)
         ranks = Ranks(
             storage_config.tp_rank,
             storage_config.tp_size,
@@ -321,7 +322,7 @@ class HiCacheKvarve(HiCacheStorage):
         return False
 
 
-def _identity(settings: Settings, model_name: str | None, ranks: Ranks) -> Identity:
+def _identity(settings: HiCacheSettings, model_name: str | None, ranks: Ranks) -> Identity:
     args = _server_args()
     path = str(getattr(args, "model_path", None) or model_name or "")
     model = settings.model or path

@@ -39,11 +39,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvarve.cache.messages import Order, Report
 from kvarve.cache.scheduler import CacheScheduler
-from kvarve.cache.worker import CLOSE_S, CacheWorker
+from kvarve.cache.worker import CacheWorker
+from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.vllm.adapters import Adapters, Use
 from kvarve.connectors.vllm.block_plan import BlockPlanner, Group, Offer, Plan, Removed, Scheduled, Stored
 from kvarve.connectors.vllm.engine_calls import Around
-from kvarve.connectors.vllm.extra_config import extra_config
 from kvarve.connectors.vllm.groups import check_engine, device_of, groups_of, identity_of, layout_of
 from kvarve.connectors.vllm.vllm_metrics import COUNTERS, KvarveMetrics, KvarveStats
 from kvarve.connectors.vllm.weights import adapter_now, load_anew, others_of
@@ -52,6 +52,7 @@ from kvarve.core.core_config import Slots
 from kvarve.core.observe.reasons import Reason
 from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
 from kvarve.pages.pools import ModelIdentity, Tier
+from kvarve.transfer.storage_connection import CLOSE_S
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,7 +107,7 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings = extra_config(transfer.kv_connector_extra_config, WHERE)
+        self._settings = ConnectorSettings.read(transfer.kv_connector_extra_config, WHERE)
         check_engine(vllm_config)
         self._page, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._groups = groups_of(kv_cache_config, self._page)

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,17 +34,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvarve.connectors.checkpoint import began_s
+from kvarve.connectors.engine_settings import TierSettings
 from kvarve.connectors.vllm.chunks import ChunkStore, Found, namespace_of
 from kvarve.connectors.vllm.engine_calls import Around
-from kvarve.connectors.vllm.tier_settings import TierSettings, read_settings
 from kvarve.connectors.vllm.vllm_identity import Fields, groups_fields, model_digest, plain, weights_of
 from kvarve.errors import ConfigError
-from kvarve.memory.record import whole
-from kvarve.memory.seals import Seal, seal_of
-from kvarve.storage import Breaker, Storage, Tiers, open_storage
+from kvarve.memory.seals import seal_of
 from kvarve.storage.urls import shown
 from kvarve.system.background import BackgroundCall
-from kvarve.transfer.compression import compressing
+from kvarve.transfer.storage_connection import CLOSE_S, open_guarded
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +59,6 @@ LEVELS = (
     ("lost_objects", "lost", "Objects that storages have lost since they were opened: what says where is damaged."),
     ("damaged_objects", "damaged", "Objects of storages whose bytes could not be read since they were opened."),
 )
-CLOSE_S = 5.0
 
 
 class KvarveTier(SecondaryTierManager):
@@ -82,7 +78,7 @@ class KvarveTier(SecondaryTierManager):
         """ConfigError or StorageError, before anything has been touched: what is wrong with the settings, with the
         identity of the model, or with the storage."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.settings = read_settings(config, _written(offloading_spec, tier_type))
+        self.settings = TierSettings.read(config, _written(offloading_spec, tier_type))
         self.locality = Locality[self.settings.locality] if self.settings.locality else None
         # A view of our own: vLLM releases its view at shutdown, which fails while an array is made of it.
         whose = primary_kv_view.obj if isinstance(primary_kv_view.obj, np.ndarray) else primary_kv_view
@@ -90,7 +86,13 @@ class KvarveTier(SecondaryTierManager):
         identity = _identity(offloading_spec, self.settings, rows.shape[1])
         namespace = namespace_of(identity)
         seal = seal_of(self.settings.storage_key)
-        self._storage = self._opened(namespace, f"vLLM {offloading_spec.config.model.name}", seal)
+        self._storage = open_guarded(
+            self.settings.storage,
+            label=namespace,
+            description=f"vLLM {offloading_spec.config.model.name}",
+            deadline_s=self.settings.deadline_s,
+            seal=seal,
+        )
         self.chunks = ChunkStore(self._storage, rows, namespace, deadline_s=self.settings.deadline_s, seal=seal)
         self._events: list[OffloadingEvent] | None = None
         if self.settings.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
@@ -104,22 +106,6 @@ class KvarveTier(SecondaryTierManager):
             namespace.hex()[:16],
             ", ".join(map(shown, self.settings.storage)),
         )
-
-    def _opened(self, namespace: bytes, description: str, seal: Seal) -> Breaker | Tiers:
-        def guard(storage: Storage) -> Breaker:
-            return Breaker(storage, deadline_s=self.settings.deadline_s, close_s=CLOSE_S)
-
-        judge = partial(whole, seal=seal)
-        storage = open_storage(
-            self.settings.storage,
-            label=namespace,
-            description=description,
-            guard=guard,
-            whole=judge,
-            around=compressing,
-            answers=False,
-        )
-        return storage if isinstance(storage, Tiers) else guard(storage)
 
     # --- lookups
 

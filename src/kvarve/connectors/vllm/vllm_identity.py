@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from kvarve.connectors.checkpoint import Find, in_hub_cache, local_files, replaced_since, weights_fingerprint
-from kvarve.connectors.written import READ_ALL
+from kvarve.connectors.engine_settings import READ_ALL
 from kvarve.reference.engine.identity import config_digest
 
 Fields = dict[str, object]

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvarve.errors import ConfigError
 from kvarve.pages.sizes import format_size
-from kvarve.settings.options import closest
+from kvarve.settings.values import closest
 
 log = logging.getLogger(__name__)
 
