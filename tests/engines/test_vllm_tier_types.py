@@ -128,7 +128,7 @@ def test_a_shutdown_leaves_vllm_free_to_release_its_view(make: Make) -> None:
 @pytest.mark.parametrize(
     ("written", "told"),
     [
-        ({"storge": "x"}, "unknown setting 'storge'; did you mean 'storage'"),
+        ({"storge": "x"}, "unknown setting 'storge': did you mean storage"),
         ({"storage": "file:///x"}, "say how much it may hold"),
         ({"identity": ""}, 'set "identity"'),
         ({"weights": ""}, 'set "identity"'),

@@ -101,7 +101,7 @@ def test_storage_is_attached_cleared_and_detached_at_run_time(make: MakeFixtures
     assert cache.detach_storage_backend()[0] and not cache.enable_storage
     attach = cache.attach_storage_backend
     done, told = attach("dynamic", fixtures.extra_json(storge="file:///x"), served_model_name="served")
-    assert not done and "unknown setting 'storge'; did you mean 'storage'?" in told
+    assert not done and "unknown setting 'storge': did you mean storage?" in told
     done, told = attach("dynamic", fixtures.extra_json(), served_model_name="served")
     assert done, told
     assert engine.consume(prompt) == len(prompt)
