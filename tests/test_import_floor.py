@@ -101,6 +101,10 @@ def test_imports_go_down_only() -> None:
     assert not breaches(wrong), "imported from above, from the same floor, or by a stranger"
 
 
+def test_nothing_that_is_installed_needs_the_tests() -> None:
+    assert not breaches(lambda _, __, roots: "tests" in roots)
+
+
 def test_no_two_files_have_one_name() -> None:
     names = Counter(Path(name).name for name in modules())
     assert {name for name, count in names.items() if count > 1} <= {"__init__.py", "__main__.py"}

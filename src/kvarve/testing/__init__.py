@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvarve.testing.faulty_storage import FaultyStorage, Rule
-from tests.sim.world import World
 
 if TYPE_CHECKING:
     from kvarve.testing.suite import ByteCapacitySuite, CapacitySuite, MakeStorage, QuotaSuite, StorageSuite, TtlSuite
@@ -21,7 +20,6 @@ __all__ = [
     "Rule",
     "StorageSuite",
     "TtlSuite",
-    "World",
 ]
 
 
