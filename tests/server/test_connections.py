@@ -294,7 +294,7 @@ def test_where_there_are_too_many_the_oldest_without_a_whole_request_goes(
     own_server: Server, client: httpx.Client, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.close()  # its connection would be one of them
-    streaming = connect(post(b'{"prompt": "hei", "max_tokens": 900, "ignore_eos": true, "stream": true}'))
+    streaming = connect(post(b'{"prompt": "hei", "max_tokens": 300, "ignore_eos": true, "stream": true}'))
     assert answer(streaming).startswith(b"HTTP/1.1 200")
     own_server.connections.most = 4
     half = [connect(sent) for sent in (b"", b"GET /he", post(BODY[:9], len(BODY)))]
