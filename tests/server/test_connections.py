@@ -303,6 +303,7 @@ def test_where_there_are_too_many_the_oldest_without_a_whole_request_goes(
             new = connect(HEALTH)
             assert answer(new).startswith(b"HTTP/1.1 200")
             assert is_closed(oldest)
+        sweep(own_server)
         with httpx.Client(base_url=own_server.url) as later:
             now = until(later, lambda now: bool(caplog.records))
     assert streaming.recv(10)
