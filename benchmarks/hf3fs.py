@@ -1,6 +1,6 @@
 """How near to the calls of the file system does kvarve come with a store on 3FS, and what does its metadata cost?
 
-    .venv/bin/python bench/hf3fs.py [--quick] [--json FILE] [--only pages embedded redis postgresql]
+    .venv/bin/python benchmarks/hf3fs.py [--quick] [--json FILE] [--only pages embedded redis postgresql]
 
 Pages: 1 MiB each, 32 a batch, all ways in each batch, in any order; each figure is the median. Two engines:
 

@@ -9,6 +9,7 @@ import pytest
 
 import forks
 
+FOLDERS = ("src", "tests", "benchmarks", "tools")
 ROOT = Path(__file__).parents[1]
 
 
@@ -36,6 +37,16 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
     for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")):
         links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
         lost = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+        assert not lost, page
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    """In the documents and in docstrings, by its name or the end of its path; not those of other projects."""
+    files = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(ROOT / file[1:] for file in files)]
+    for page in pages:
+        named = re.findall(r"`(?:python |\.venv/bin/python )?((?!vllm/|sglang/)[\w/]+\.py)\b", page.read_text())
+        lost = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
         assert not lost, page
 
 

@@ -1,7 +1,7 @@
 """Pages in an engine's own tensors: bytes of its blocks, whatever they mean to the engine.
 
 A page of a pool is the same blocks of each of the pool's layers, so that nothing here knows attention from a state. Its
-handle (`handles.py`) names the blocks. Block 0 stands for nothing: a copy leaves it out.
+handle (`blocks.py`) names the blocks. Block 0 stands for nothing: a copy leaves it out.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Prometheus metrics: numbers in, text out. Nothing here knows where numbers are counted, or how the text is fetched.
 
-All numbers are read at a scrape, so counting costs the engine only its own additions. `requests.py` and `cache.py` have
-kvarve's names; `vllm.py` and `sglang.py` derive theirs from the same numbers, for dashboards that were made for them.
+All numbers are read at a scrape, so counting costs the engine only its own additions. `request_families.py` and
+`cache_families.py` have kvarve's names; `vllm_names.py` and `sglang_names.py` derive those of vLLM and SGLang from the
+same numbers, for dashboards that were made for them.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -172,7 +172,7 @@ LAYOUT_FORMAT = "kvarve-page/2"
 class ModelIdentity:
     """Everything that decides what the numbers in a page mean; two models share pages only if all of it is equal.
 
-    `engine.identity` makes it of a model in memory; the cache adds among how many ranks the model is divided.
+    `identity.py` makes it of a model in memory; the cache adds among how many ranks the model is divided.
     """
 
     architecture: str

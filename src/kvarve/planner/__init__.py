@@ -1,12 +1,12 @@
 """What does memory buy? Replays a trace of prompts through the product's own core, without a model or a byte of KV.
 
-traces.py     what requests there were: three formats of files, read into one
-settings.py   the model as bytes, the memory, the speeds and the replicas
-replayer.py   requests go through cores; copies and computing take the time that the speeds say, or none
-routing.py    which replica gets a request
-belady.py     how many tokens no cache of a size could have hit more of
-sweep.py      the miss ratio of every eviction order at many sizes, beside that bound
-command.py    `kvarve simulate`
+traces.py              what requests there were: three formats of files, read into one
+simulation_config.py   the model as bytes, the memory, the speeds and the replicas
+replayer.py            requests go through cores; copies and computing take the time that the speeds say, or none
+routing.py             which replica gets a request
+belady.py              how many tokens no cache of a size could have hit more of
+sweep.py               the miss ratio of every eviction order at many sizes, beside that bound
+simulate_command.py    `kvarve simulate`
 """
 
 from kvarve.planner.replayer import SimulationReport, replay, replayed

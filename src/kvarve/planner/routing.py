@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 BLOCK_BYTES = 256
 NAME_BYTES = 8
 MOST_BLOCKS = 1 << 18  # remembered, about 64 MiB of prompts
-MOST_OF_ONE = 1 << 12  # blocks of one prompt: a mebibyte tells who has it
+MOST_OF_ONE = 1 << 12  # blocks of one prompt that are looked at: they tell its replica
 MOST_WORK = 1.1  # times the mean of all replicas: one that has more gets no request for the sake of its pages
 
 

@@ -206,7 +206,8 @@ class Objects:
         send: Callable[[range, memoryview], Move],
         take: Callable[[range, Move], None],
     ) -> None:
-        """Send so many objects in pieces of a buffer each, and take what became of each; after trouble no more."""
+        """Send `count` objects in pieces that each fill a buffer, and `take` each piece as it ends. A piece that is
+        late or failed is the last."""
         size = max(1, road.buffers.size_bytes // kind.record_bytes)
         waiting = deque(range(at, min(at + size, count)) for at in range(0, count, size))
         flights: deque[tuple[range, Move]] = deque()

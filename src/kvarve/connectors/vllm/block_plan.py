@@ -1,7 +1,8 @@
 """What an engine with blocks of its own loads and saves, step by step. Pure: no engine, tensor, thread or clock here.
 
 The engine (vLLM) owns the blocks, finds its own cached prefixes and schedules; behind it stand kvarve's host memory and
-storage. `BlockPlanner` answers the engine's questions by a `CacheScheduler` over an engine's blocks (`core.outside`):
+storage. `BlockPlanner` answers the engine's questions by a `CacheScheduler` over an engine's blocks
+(`engine_blocks.py`):
 
 1. `ask`: how many tokens beyond the engine's own prefix can be loaded? One boundary for all groups. None: ask again.
 2. `allocated`: the engine has blocks for them, and which; or it wants nothing loaded.

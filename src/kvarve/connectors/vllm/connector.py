@@ -4,9 +4,9 @@
         "kv_connector_module_path": "kvarve.connectors.vllm.connector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"host_memory": "16GiB"}}'
 
-vLLM makes two of it: one in the scheduler's process, which plans (`plan.py`), and one in the worker's, which copies.
-What the worker finds when it gets the engine's tensors (the model's identity, the slots of the host) goes to the
-scheduler once, as the handshake; after that orders go down with each step, and reports come up.
+vLLM makes two of it: one in the scheduler's process, which plans (`block_plan.py`), and one in the worker's, which
+copies. What the worker finds when it gets the engine's tensors (the model's identity, the slots of the host) goes to
+the scheduler once, as the handshake; after that orders go down with each step, and reports come up.
 
 Loads run between steps: loading within a step would be wrong for recurrent states, which vLLM moves to the running
 block before it asks for loads. A load that fails is reported for the request as a whole, and its prompt is computed.

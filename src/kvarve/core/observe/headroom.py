@@ -15,7 +15,7 @@ from kvarve.pages.boundaries import of, ones
 
 
 class Headroom:
-    """`loose[i]`: device slots of the i-th chain (`core.slot_pools.chains`) that are free or evictable."""
+    """`loose[i]`: device slots of the i-th chain (`SlotPools.chains`) that are free or evictable."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._chains = core, core.slot_pools.chains

@@ -1,7 +1,7 @@
 """The scheduler: the queue of waiting requests, the running requests, and the device slots that both hold.
 
 It carries out what `admission.py` decides, on any cache that keeps the core's promises. It knows leases and numbers, no
-tensor, text or thread, so the simulated world of `kvarve.testing` tests this very code.
+tensor, text or thread, so the World (`tests/sim`) tests this very code.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """What the engine's own thread does in a turn. What other threads may call is in `engine.py`.
 
-A turn: take in ended copies, new and aborted requests, admit requests (`scheduler.py`), decode one token for each
-answer, in as few forwards as their lengths allow, then prefill as many prompts as a budget of tokens allows: whole
+A turn: take in ended copies, new and aborted requests, admit requests (`request_scheduler.py`), decode one token for
+each answer, in as few forwards as their lengths allow, then prefill as many prompts as a budget of tokens allows: whole
 chunks alone, the tails after them together. Prompts take turns, so a long one delays no answer by more than a chunk. A
 deterministic engine computes every request alone and keeps only pages from prefill, so that an answer depends, to the
 last bit, on its prompt alone.

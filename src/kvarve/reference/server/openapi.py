@@ -129,7 +129,7 @@ class Api(FastAPI):
 
     def __init__(self) -> None:
         # A path with a slash at its end is not redirected: that would name the scheme and the host that this server
-        # sees, which behind a proxy or a front are not the client's.
+        # sees, which behind a proxy are not the client's.
         super().__init__(
             title="kvarve",
             version=__version__,

@@ -2,12 +2,12 @@
 
 Who may call whom, from the top:
 
-    storage         `FileStorage`: the calls of a storage; takes the locks
+    file_storage    `FileStorage`: the calls of a storage; takes the locks
       slab_allocator  finds a row for an object: free, in a new slab, or evicted; makes and removes slabs
         idle_models     slabs of models that no process has open
-        orders          eviction orders
+        eviction_queue  eviction orders
       index           where each object lies; seizes rows and writes the tables; moves no object
-        changes         tells processes what others have changed
+        change_file     tells processes what others have changed
       slabs           one slab: a file of equal slots and its table; moves bytes by several threads, and syncs
         table           the entries of a table, as bytes and arrays
       folder          the folder: its owner, its processes, the mutex, its size

@@ -1,10 +1,12 @@
-"""The metadata service of a store on 3FS: `base` says what it promises, `table` decides, the others carry it.
+"""The metadata service of a store on 3FS: `service` says what it promises, `slot_table` decides, the others
+carry it.
 
-entries     what the table is made of
-memory      the table in this process
-local       the table in a server of this machine (`server`), which keeps it in SQLite (`journal`)
-calls       what clients and services say to each other, in `frames` on a stream
-identity    which store it is
+entries           what the table is made of
+memory_metadata   the table in this process
+local_metadata    the table in a server of this machine (`metadata_server`), which keeps it in SQLite (`journal`)
+redis_metadata    the table as a script in a Redis, for stores that several machines share
+calls             what clients and services say to each other, in `frames` on a stream
+store_identity    which store it is
 """
 
 import re
@@ -44,7 +46,7 @@ def check_setting(setting: str | None) -> None:
 def open_metadata(
     setting: str | None, folder: Path, owner: bytes, capacity_bytes: int, quota_bytes: int | None
 ) -> Metadata:
-    """The metadata of the store in `folder`, for the objects of `owner` (see `slots.owner_of`). ConfigError;
+    """The metadata of the store in `folder`, for the objects of `owner` (see `slot_layout.owner_of`). ConfigError;
     StorageError: no answer."""
     check_setting(setting)
     if setting is not None and (named := _MEMORY.fullmatch(setting)):
