@@ -22,6 +22,8 @@ from rich.table import Table
 
 from kvarve.cache import config
 
+sys.path.append(str(Path(__file__).parents[1]))  # where the models of `tests.sim` are found
+
 T = TypeVar("T")
 
 

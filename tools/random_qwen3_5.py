@@ -7,12 +7,14 @@ Its output is noise, but it costs what such a model costs: nine Gated DeltaNet l
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
+sys.path.append(str(Path(__file__).parents[1]))
 from tests.sim.models import EOS, PAD, save_checkpoint
 
 BASE: dict[str, Any] = {

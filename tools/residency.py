@@ -4,10 +4,12 @@ Every change of a page's residency is recorded where it is made, with the operat
 the code does, not what it was meant to do.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +19,8 @@ from kvarve.core.copies.in_flight import BACKUP, Op, PartOutcome
 from kvarve.core.requests.prefetch import Prefetch
 from kvarve.core.tree.tree import Run, upward
 from kvarve.pages.boundaries import members, ones, span
+
+sys.path.append(str(Path(__file__).parents[1]))
 from tests.sim.world import born, live
 
 LIVES, STEPS = range(120), 250
