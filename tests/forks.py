@@ -20,7 +20,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-PYTESTS = ("", str(Path(__file__).parents[1]), str(Path(__file__).parent))
+PYTESTS = ("", str(Path(__file__).parents[1]))
 PRELOADED = [
     "pytest",  # the main module of the process that asks
     "transformers.models.qwen3_5.modeling_qwen3_5",
@@ -99,7 +99,7 @@ def _run(words: list[str], warned: bool, cwd: str | None, environment: Mapping[s
     for number, file in enumerate(files):
         os.dup2(given := file.detach(), number)
         os.close(given)
-    sys.path[:] = [path for path in sys.path if path not in PYTESTS]  # a program of its own has none of these
+    sys.path[:] = [path for path in sys.path if path not in PYTESTS]  # a program has neither unless it is run there
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.clear()
