@@ -220,9 +220,9 @@ class Paths:
     ) -> tuple[Run, int]:
         """Give filled slots to the tree, adding positions for them as far as every chain reaches without a gap.
 
-        `pages`, by pool: slots by ascending position. Slots of pages that are resident already, or have no parent to
-        rest on, are freed. `stored`: the storage has the pages. Returns the deepest run of the prompt and how many of
-        its pages the tree now knows.
+        `pages`, by pool: slots by position, in any order. Slots of pages that are resident already, or have no parent
+        to rest on, are freed. `stored`: the storage has the pages. Returns the deepest run of the prompt and how many
+        of its pages the tree now knows.
         """
         tail, _, known = self.find(lease.root, lease.tokens)
         given = [_positions(slots) for slots in pages]
@@ -239,7 +239,8 @@ class Paths:
             passing = self._passing(lease, pool) if lease.passing else 0
             taken = 0  # the others are there already, or cannot be
             inside = given[pool] & ones(end)
-            for run, local, mine in downward(tail, inside, [*slots.values()][: inside.bit_count()]):
+            ascending = [*map(slots.__getitem__, sorted(slots))]
+            for run, local, mine in downward(tail, inside, ascending[: inside.bit_count()]):
                 new = self.backups.make_resident(run, place, local, mine)
                 taken |= new << run.first
                 if some := passing >> run.first & new:

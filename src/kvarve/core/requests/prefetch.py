@@ -366,7 +366,7 @@ class Prefetch:
         behind a gap stay its own while it waits for more."""
         if self.landing.pop(lease.number, None) is None:
             return
-        landed, lease.landed = _ascending(lease.landed), [{} for _ in self.pools]
+        landed, lease.landed = lease.landed, [{} for _ in self.pools]
         if lease.ops:
             end = self.paths.chain_end(lease, landed)
             lease.landed = [{at: slot for at, slot in slots.items() if at >= end} for slots in landed]
@@ -380,7 +380,7 @@ class Prefetch:
         for lookback, slots in zip(self.paths.lookbacks, landed, strict=True):
             kept = [position for position in slots if position < end]
             if lookback is None:
-                prefix_pins |= of(kept[-1:])
+                prefix_pins |= of([max(kept)] if kept else [])
             else:
                 held |= of(kept)
         self.paths.hold(lease, tail, held, prefix_pins)
@@ -414,7 +414,3 @@ def _still_named(lease: Lease, named: bytes, position: int) -> bool:
     """Whether a lease's page has the name that it had when it was asked for: its last tokens may have been replaced."""
     at = position * KEY_BYTES
     return position < lease.pages and lease.keys[at : at + KEY_BYTES] == named[at : at + KEY_BYTES]
-
-
-def _ascending(pages: list[dict[int, int]]) -> list[dict[int, int]]:
-    return [dict(sorted(slots.items())) for slots in pages]
