@@ -3,7 +3,8 @@
 Wall time depends on what else a machine does, so it is not looked at, and a loop says how much slower this core is than
 the reference's, before the first test and every few seconds. A short test, and a fixture that several tests share, may
 cost `EACH_S`, and as measured `NOISE` times that, unless `dear.toml` names it with the reason why no change may land
-without it; all short tests together may cost `ALL_S`. A test that has cost more is run again at the end, alone.
+without it; all short tests together may cost `ALL_S`. A test that has cost more is run again at the end, alone. A run
+with long tests is not judged.
 What collects and imports is not counted, nor are full collections of garbage, for which whichever test runs would pay.
 """
 
@@ -30,6 +31,7 @@ AGAIN_S = 10  # seconds after which a tenth of the loop runs once more
 TRIES = 3  # of tests that seem too dear, since a busy machine makes some so
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 COSTS = "KVARVE_TEST_COSTS"  # the variable that names the file for what the tests of a second run have cost
+SHORT = "not long"  # of the marks that a run asks for
 LIST = Path(__file__).with_name("dear.toml")
 # What is imported where it is first needed would be paid for by whichever test comes first.
 LAZY = (
@@ -40,8 +42,8 @@ LAZY = (
 
 
 class Budget:
-    def __init__(self, dear: dict[str, str]) -> None:
-        self.dear = dear
+    def __init__(self, dear: dict[str, str], judges: bool = True) -> None:
+        self.dear, self.judges = dear, judges
         self.costs = Counter[str]()  # seconds by test and by shared fixture
         self.running: Counter[str] = Counter()  # those of the test that runs
         self.tests = set[str]()
@@ -132,7 +134,7 @@ class Budget:
             return
         if COSTS in os.environ:
             Path(os.environ[COSTS]).write_text(json.dumps(self.costs))
-        elif session.exitstatus == 0:
+        elif session.exitstatus == 0 and self.judges:
             for _ in range(TRIES):
                 for name, cost in again(session.config.rootpath, self.tests & self.too_dear().keys()).items():
                     self.costs[name] = min(self.costs[name], cost)  # type: ignore[call-overload]
@@ -143,7 +145,7 @@ class Budget:
         terminalreporter.section(f"{self.costs.total():.0f} CPU s; the dearest of {len(self.costs)}")
         for name, cost in self.costs.most_common(SHOWN):
             terminalreporter.line(f"{cost:7.2f} {name}")
-        for complaint in self.complaints():
+        for complaint in self.complaints() if self.judges else ():
             terminalreporter.line(f"budget: {complaint}", red=True)
 
 
@@ -196,4 +198,4 @@ def listed() -> dict[str, str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Budget(listed()), "costs of tests")
+    config.pluginmanager.register(Budget(listed(), SHORT in config.option.markexpr), "costs of tests")

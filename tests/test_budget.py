@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,9 @@ class Costs:
     seconds = 0.0
 
 
-def test_what_costs_too_much_without_a_reason_fails_the_run(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], pytest.RunResult]:
+    """Runs `TESTS` with these marks."""
     costs = Costs()
     monkeypatch.setitem(sys.modules, "costs", costs)
     monkeypatch.setattr(budget, "spent", lambda: costs.seconds)
@@ -42,13 +43,24 @@ def test_what_costs_too_much_without_a_reason_fails_the_run(
     (pytester.path / "dear.toml").write_text('"test_it.py::test_with_a_reason" = "without it no change may land"\n')
     pytester.makepyfile(test_it=TESTS)
     pytester.makeini("[pytest]\nmarkers = long: long\n")
-    ended = pytester.runpytest_inprocess("-p", "budget", "-p", "no:xdist", "-p", "no:cacheprovider")
+    words = ("-p", "budget", "-p", "no:xdist", "-p", "no:cacheprovider", "-m")
+    return lambda marks: pytester.runpytest_inprocess(*words, marks)
+
+
+def test_what_costs_too_much_without_a_reason_fails_the_run(run: Callable[[str], pytest.RunResult]) -> None:
+    ended = run("not long")
     assert ended.ret == pytest.ExitCode.TESTS_FAILED
-    ended.assert_outcomes(passed=6)
+    ended.assert_outcomes(passed=5, deselected=1)
     said = [line.partition(",")[0] for line in ended.outlines if line.startswith("budget: ")]
     shared, dear = "test_it.py::shared costs 0.60 CPU s", "test_it.py::test_dear costs 0.50 CPU s"
     assert said == [f"budget: {shared}", f"budget: {dear}"], "a fixture pays, and not who asks for it first"
     ended.stdout.re_match_lines(["=+ 2 CPU s; the dearest of 6 =+", " +0.60 test_it.py::shared"])
+
+
+def test_a_run_with_long_tests_is_not_judged(run: Callable[[str], pytest.RunResult]) -> None:
+    ended = run("")
+    ended.assert_outcomes(passed=6)
+    assert ended.ret == pytest.ExitCode.OK
 
 
 def test_all_together_cost_too_much() -> None:
