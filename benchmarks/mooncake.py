@@ -125,8 +125,8 @@ def restored(restore: Restore, raw: Raw | Lane, size: Size, number: int) -> Iter
         for batch in some:
             raw.put(batch)
         seconds = restore.round()
-        assert restore.cache.attached is not None
-        assert restore.cache.attached.storage.drop() == PAGES + 1  # and its state
+        assert restore.cache.worker.attached is not None
+        assert restore.cache.worker.attached.storage.drop() == PAGES + 1  # and its state
         yield seconds, timed(lambda some=some: [raw.get(batch) for batch in some])  # type: ignore[misc]
         for batch in some:
             raw.delete(batch)

@@ -69,7 +69,7 @@ class Restore:
         lease = cache.open(prompt)
         until(cache, lambda: cache.claim(lease))
         for name, slots in cache.grow(lease, PAGES).items():
-            for buffer in cache.arena(name).values():
+            for buffer in cache.worker.arena(name).values():
                 for position, slot in slots.items():
                     buffer[slot].fill_(_value(position))
         start = self._start()
@@ -99,7 +99,7 @@ class Restore:
     def _check(self, lease: Lease) -> None:
         assert lease.boundary == PAGES, f"only {lease.boundary} of {PAGES} pages came back"
         for name, (positions, slots) in self.cache.pages(lease).items():
-            for buffer in self.cache.arena(name).values():
+            for buffer in self.cache.worker.arena(name).values():
                 for position, slot in zip(positions, slots, strict=True):
                     assert buffer[slot].flatten()[-1].item() == _value(position), "another page's bytes"
         self.cache.close(lease)

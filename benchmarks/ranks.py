@@ -178,7 +178,7 @@ def _bytes(task: Task, ranks: Ranks) -> dict[str, list[Any]]:
                 pass
         assert cache.settle(60)
         ranks.meet() if among else None  # rank 0 counts what all have stored
-        usage = cache.usage()
+        usage = cache.worker.usage()
         ranks.meet() if among else None
         cache.shutdown()
         assert usage is not None and usage.bytes is not None

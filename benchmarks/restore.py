@@ -112,7 +112,7 @@ class Bench:
         seconds["backup"] = timed(back_up)
         if self.storage is not None:
             self.storage.open()
-            seconds["store"] = timed(lambda: until(self.cache, cache.idle))
+            seconds["store"] = timed(lambda: until(self.cache, cache.scheduler.core.idle))
         for lease in leases:
             cache.close(lease)
         cache.flush([Tier.DEVICE])
@@ -137,7 +137,7 @@ class Bench:
         fresh = self.cache.grow(lease, self.size.pages)
         assert [len(slots) for slots in fresh.values()] == [self.size.pages, 1], "there are slots for everything"
         for name, slots in fresh.items():
-            for buffer in self.cache.arena(name).values():
+            for buffer in self.cache.worker.arena(name).values():
                 for position, slot in slots.items():
                     buffer[slot].fill_(self._value(prompt, position))
         return lease
@@ -158,7 +158,7 @@ class Bench:
         self._claimed(lease)
         assert lease.boundary == self.size.pages, f"only {lease.boundary} of {self.size.pages} pages came back"
         for name, (positions, slots) in self.cache.pages(lease).items():
-            buffer = [*self.cache.arena(name).values()][-1]
+            buffer = [*self.cache.worker.arena(name).values()][-1]
             for position, slot in zip(positions, slots, strict=True):
                 assert buffer[slot].flatten()[-1].item() == self._value(prompt, position), "another page's bytes"
         self.cache.close(lease)

@@ -29,9 +29,7 @@ STRANGERS = {("cache/worker.py", "kvarve.cache.scheduler"), ("cache/scheduler.py
 APART = {"memory": {"core"}, "storage": {"core"}, "settings": {"core"}, "metrics": {"ranks"}}
 
 # A scheduler may live where no tensor is: it and what it imports know no memory, lane or storage, and read no clock.
-DECIDES = {f"cache/{each}.py" for each in ("scheduler", "storage_changes", "messages", "config")} | {
-    "ranks/agreement.py"
-}
+DECIDES = {f"cache/{each}.py" for each in ("scheduler", "messages", "config")} | {"ranks/agreement.py"}
 # How large records are and how they lie is part of the settings; arenas are not.
 SIZES = {"kvarve.memory.record", "kvarve.memory.layouts"}
 

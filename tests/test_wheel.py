@@ -102,12 +102,12 @@ def opened():
     return cache, lease
 cache, lease = opened()
 for position, slot in cache.grow(lease, 2)["kv"].items():
-    cache.arena("kv")["k"][slot] = position + 0.5
+    cache.worker.arena("kv")["k"][slot] = position + 0.5
 cache.publish(lease, 2)
 cache.close(lease)
 cache.shutdown()
 cache, lease = opened()
-print(lease.boundary, *(float(cache.arena("kv")["k"][slot].mean()) for slot in cache.pages(lease)["kv"][1]))
+print(lease.boundary, *(float(cache.worker.arena("kv")["k"][slot].mean()) for slot in cache.pages(lease)["kv"][1]))
 cache.close(lease)
 cache.shutdown()
 """

@@ -296,7 +296,7 @@ def test_copies_to_a_storage_that_hangs_keep_no_engine_busy_and_go_on_beside_it(
     sim.worker.hangs = True
     ask(sim, prompt(70), "first")
     scheduler = sim.planner._scheduler
-    assert not sim.planner.busy() and scheduler.in_flight() and not sim.planner.idle()
+    assert not sim.planner.busy() and scheduler.core.copies.ops and not sim.planner.idle()
     sim.worker.hangs = False
     while not sim.planner.idle():
         plan = sim.planner.plan({}, {}, sim.now)

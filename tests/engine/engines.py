@@ -128,7 +128,7 @@ def turns(engine: Engine, until: Callable[[], bool], at_most: int = 2000) -> int
     """Turn a stopped engine by hand until something holds; how many turns that took."""
     for turn in range(at_most):
         if until():
-            engine.cache.audit()
+            engine.cache.scheduler.audit()
             return turn
         if not engine._turn():
             engine.cache.wait(0.02)

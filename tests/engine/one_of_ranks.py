@@ -45,7 +45,7 @@ def _compare(family: str, ranks: Ranks, folder: Path, device: str) -> dict[str, 
                 cache.flush(MEMORY_TIERS[:1])
             rounds[name] = _run(model, cache, prompt, uncached)
         assert cache.settle(60)
-        cache.audit()
+        cache.scheduler.audit()
         cache.shutdown(10)
     return {
         "rounds": rounds,
@@ -93,7 +93,7 @@ def read_of_others(options: dict[str, Any], place: Place, listener: Listener | N
                 scale = float(expected.logits[length].abs().max())
                 told.append([*request.from_tiers(), largest(request.transcript, expected, [length]) / scale])
             assert cache.settle(60)
-            cache.audit()
+            cache.scheduler.audit()
             cache.shutdown(10)
             ranks.meet()
             found[f"{family} {hits}"] = told

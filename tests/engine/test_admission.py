@@ -113,7 +113,7 @@ def test_no_decision_takes_more_than_there_is(data: st.DataObject) -> None:
 def exact(family: str, make: Make, pages: int, **settings: Any) -> tuple[Engine, int]:
     model = a_model(family)
     engine = make(model, start=False, device=room_for(model, pages * model.layout.page_tokens), **settings)
-    return engine, engine.cache.capacity_tokens()
+    return engine, engine.cache.scheduler.capacity_tokens()
 
 
 @every_family
@@ -213,7 +213,7 @@ def test_what_waits_for_its_turn_leaves_its_pages_to_those_before_it(make: Make)
 
 def test_a_request_that_was_preempted_is_one_use_of_its_pages(make: Make) -> None:
     engine, prompt = make(start=False), a_prompt(CHUNK + 5)
-    engine.cache.watch()
+    engine.cache.scheduler.core.watch()
     by_hand(engine, a_request(prompt, 1))
     request = engine.submit(a_request(prompt, 4))
     for _ in range(2):
@@ -221,4 +221,4 @@ def test_a_request_that_was_preempted_is_one_use_of_its_pages(make: Make) -> Non
         engine.scheduler.preempt(engine.scheduler.running[0])
     turns(engine, lambda: engine.counts.finished == 2)
     assert request.result(0.1)[2].finish is Finish.LENGTH and engine.counts.preempted == 2
-    assert [each.hits for each in engine.cache.hottest(9)] == [1]
+    assert [each.hits for each in engine.cache.scheduler.core.hottest(9)] == [1]

@@ -32,7 +32,7 @@ def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> N
     assert engine.load() == (0, 0)
     assert engine.counts.aborted == 3
     engine.cache.flush()
-    engine.cache.audit()
+    engine.cache.scheduler.audit()
     assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))
     ((_, tokens, _),) = by_hand(engine, a_request(a_prompt(PROMPT, 3)))
     assert tokens == alone("qwen3_5", PROMPT, 3, DECODED)

@@ -20,7 +20,7 @@ from kvarve.core.requests.lease import Lease
 from kvarve.errors import ConfigError, ModelError
 from kvarve.pages.pools import ModelIdentity, Tier
 from kvarve.reference.engine.model import forward
-from kvarve.reference.engine.prefill import keep, resumed
+from kvarve.reference.engine.paging import keep, resumed
 from kvarve.reference.engine.stepwise import make_resumable
 from kvarve.reference.engine.workspace import StateLayout, Workspace
 from kvarve.storage import MemoryStorage
@@ -138,7 +138,7 @@ def test_from_any_boundary_out_of_storage_the_logits_are_those_of_the_cold_run(f
         for chunks in range(1, CHUNKS + 1):
             start = chunks * layout.chunk_tokens
             for pool in layout.pools:  # what is not loaded is no number
-                for buffer in cache.arena(pool.name).values():
+                for buffer in cache.worker.arena(pool.name).values():
                     buffer.fill_(float("nan") if buffer.is_floating_point() else -1 << 40)
             lease = claimed(cache, prompt[0, : start + 1].tolist())  # as deep as this one's pages reach
             assert lease.boundary == start // layout.page_tokens
@@ -161,7 +161,7 @@ def test_a_wrong_buffer_of_any_page_is_noticed(family: str) -> None:
         cold = filled(cache, model, layout, prompt)
         lease = claimed(cache, prompt[0].tolist())
         pages = cache.pages(lease)
-        whole = {pool.name: dict(cache.arena(pool.name)) for pool in layout.pools}
+        whole = {pool.name: dict(cache.worker.arena(pool.name)) for pool in layout.pools}
 
         def resume(arenas: dict[str, dict[str, Tensor]]) -> Workspace:
             workspace = Workspace(layout, prompt.shape[1])

@@ -28,7 +28,7 @@ class Memory:
         self.asked.set()
         return self.backups_end.is_set()
 
-    def evict(self, tiers: Sequence[Tier]) -> int:
+    def flush(self, tiers: Sequence[Tier]) -> int:
         self.evicted.append(tuple(tiers))
         self.at_eviction()
         return 1

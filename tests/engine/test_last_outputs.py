@@ -2,6 +2,7 @@
 
 import threading
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -27,9 +28,9 @@ class Fault(RuntimeError):
 
 
 def failing(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, kind: type[Exception] = Fault
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, kind: type[Exception] = Fault, module: str = ""
 ) -> list[int]:
-    """The call number `at` of something raises; how often it has been called."""
+    """The call number `at` of something raises, in a `module`; how often it has been called."""
     real, calls = getattr(owner, name), [0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +39,8 @@ def failing(
             raise kind(f"{name} fails")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, call)
+    there = FunctionType(call.__code__, globals() | {"__name__": module or __name__}, closure=call.__closure__)
+    monkeypatch.setattr(owner, name, there)
     return calls
 
 
@@ -79,12 +81,15 @@ def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_o
     name: str, at: int, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = crowded(make)
-    calls = failing(monkeypatch, engine.cache, name, at, AssertionError)
+    cache, scheduler = engine.cache, engine.cache.scheduler
+    owner = next(each for each in (cache, scheduler, scheduler.core) if hasattr(each, name))
+    kind = AssertionError if at else KeyError  # whatever it is
+    calls = failing(monkeypatch, owner, name, at, kind, module="kvarve.core.cache")
     requests = served(engine)
     engine._thread.join(LONG_S)
     assert calls[0] > at, "it was never called"
     assert not engine._thread.is_alive()
-    assert engine.broken == f"the engine has stopped: AssertionError: {name} fails"
+    assert engine.broken == f"the engine has stopped: {kind.__name__}: {kind(f'{name} fails')}"
     told = [last_outputs(request) for request in requests]
     assert all(len(each) == 1 for each in told), told
     assert Finish.ERROR in {finish for each in told for finish in each}
@@ -237,7 +242,7 @@ def test_a_broken_cache_writes_nothing_more_to_storage_and_shuts_down(
     monkeypatch.setattr(store, "close", lambda: closed.append(store.usage().objects))
     engine = make(start=False, storage=store, write_policy="write_back")
     by_hand(engine, a_request(a_prompt(5 * CHUNK), 2))
-    assert engine.cache.idle() and store.usage().objects == 0
+    assert engine.cache.scheduler.core.idle() and store.usage().objects == 0
     failing(monkeypatch, engine.cache.scheduler.core, name, 0, AssertionError)
     request = engine.submit(a_request(a_prompt(5 * CHUNK, 1), 2))
     engine.start()

@@ -77,7 +77,7 @@ def answered(engine: Engine, *requests: Request) -> list[list[int]]:
 
 def to_the_host(engine: Engine) -> None:
     assert engine.cache.settle(LONG_S)
-    engine.cache.evict([Tier.DEVICE])
+    engine.cache.scheduler.core.flush([Tier.DEVICE])
 
 
 @every_family
@@ -96,7 +96,7 @@ def test_no_layer_reads_a_page_before_it_waited_for_it(
     assert last_moment.loads > 0 and engine.counts.reasons[Reason.HIT_HOST] >= read
     assert cold == warm
     assert all(map(torch.equal, *logits))
-    assert not engine.cache.arrivals()
+    assert not engine.cache.worker.transfers.arrivals()
 
 
 def test_requests_that_share_the_pages_of_a_load_wait_for_it_too(make: Make, last_moment: LastMoment) -> None:
@@ -115,7 +115,7 @@ def test_a_request_aborted_during_its_copy_leaves_the_pages_to_the_next(make: Ma
     to_the_host(engine)
     first = a_request()
     engine.submit(first)
-    turns(engine, lambda: bool(engine.cache.arrivals()))
+    turns(engine, lambda: bool(engine.cache.worker.transfers.arrivals()))
     engine.abort(first)
     engine._take_calls()
     engine._run_calls(b"")
@@ -133,7 +133,7 @@ def test_answers_go_on_while_a_prompt_s_pages_are_copied(make: Make, last_moment
     turns(engine, lambda: engine.counts.output_tokens > 6)
     again = a_request()
     engine.submit(again)
-    turns(engine, lambda: bool(engine.cache.arrivals()))
+    turns(engine, lambda: bool(engine.cache.worker.transfers.arrivals()))
     for _ in range(5):
         engine._turn()
     assert not last_moment.waits, "an answer waited for another request's copy"

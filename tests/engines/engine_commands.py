@@ -89,7 +89,7 @@ class Engine:
         if self.seam == "connector":
             from kvarve.pages.pools import Tier
 
-            self.core.scheduler.connector._scheduler_side.scheduler.flush((Tier.HOST,))
+            self.core.scheduler.connector._scheduler_side.scheduler.core.flush((Tier.HOST,))
 
 
 def serve(make: Callable[[], Engine]) -> None:

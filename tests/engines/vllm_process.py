@@ -318,7 +318,7 @@ class Watched(Engine):
         while self.core.scheduler.has_requests() and steps < most:
             self.core.step()
             steps += 1
-        assert self.scheduler.scheduler.in_flight(), "no store is under way"
+        assert self.scheduler.scheduler.core.copies.ops, "no store is under way"
         self.core.pause_scheduler("abort", True)
         self.core.resume_scheduler()
         self.storage.release()

@@ -69,14 +69,14 @@ def served(cache: PrefixCache, clock: Clock, tokens: list[int], rank: int) -> li
 
 
 def settled(cache: PrefixCache) -> None:
-    stepped(cache, cache.idle)
+    stepped(cache, cache.scheduler.core.idle)
 
 
 def stepped(cache: PrefixCache, until: Callable[[], bool], clock: Clock | None = None) -> None:
     """Step until something holds that all ranks agree on."""
     for _ in range(2000):
         cache.step()
-        cache.audit()
+        cache.scheduler.audit()
         if clock is not None:
             clock.now += 0.001
         if until():

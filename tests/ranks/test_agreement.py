@@ -116,7 +116,7 @@ def test_a_change_that_one_rank_cannot_make_is_under_way_until_all_have_said_so(
         change.made = change.made if change_made is None else change_made
         answer.set_result(change)
 
-    admin = Admin(cache, on_its_thread, cache.scheduler.cleared)
+    admin = Admin(cache, on_its_thread, cache.scheduler.core.cleared)
     (tmp_path / "no-folder").touch()
     with ThreadPoolExecutor(1) as operator:
         impossible = operator.submit(admin.attach, f"file://{tmp_path}/no-folder/store?capacity=1MiB")
@@ -156,7 +156,7 @@ def test_waking_a_cache_ends_the_sleep_of_its_agreement() -> None:
     agreement = Rung()
     cache = PrefixCache(an_identity(), a_config(), agreement=agreement, clock=Clock())
     before = agreement.rung
-    cache.wake()
+    cache.worker.wake()
     assert agreement.rung == before + 1
     cache.shutdown(5)
 
@@ -248,7 +248,7 @@ def test_settling_gives_up_in_the_same_step_on_every_rank(end: str) -> None:
     for cache, store in zip(caches, stores, strict=True):
         store.stall()
         cache.open(prompt(8.5))
-    attached = caches[1].attached
+    attached = caches[1].worker.attached
     assert attached is not None and isinstance(attached.storage, Breaker)
     stores[1].dead = True
     with attached.storage._lock:

@@ -94,13 +94,13 @@ class Request:
         self.cache, self.tokens, self.salt, self.rank = cache, tokens, salt, rank
         self.lease: Lease = cache.open(tokens, salt, read, ticket=ticket)
         self.at = 0
-        cache.audit()
+        cache.scheduler.audit()
 
     def wait(self) -> "Request":
         """Claim a place and step until it is ready."""
         for _ in range(TURNS):
             self.cache.step()
-            self.cache.audit()
+            self.cache.scheduler.audit()
             if self.cache.claim(self.lease):
                 self.look()
                 return self
@@ -114,11 +114,11 @@ class Request:
         assert boundary * PAGE < max(1, len(self.tokens)), "nothing is left to compute"
         self.at = boundary * PAGE
         for name, (positions, slots) in self.cache.pages(self.lease).items():
-            pool = next(pool for pool in self.cache.pools if pool.name == name)
+            pool = next(pool for pool in self.cache.identity.pools if pool.name == name)
             assert positions == range(0 if pool.lookback is None else max(0, boundary - pool.lookback), boundary)
             for position, slot in zip(positions, slots, strict=True):
                 for buffer in pool.buffers:
-                    found = self.cache.arena(name)[buffer.name][slot]
+                    found = self.cache.worker.arena(name)[buffer.name][slot]
                     assert equal_bits(found, self.expected(pool, buffer, position)), f"{name} page {position}"
 
     def expected(self, pool: PoolSpec, buffer: BufferSpec, position: int) -> Tensor:
@@ -129,15 +129,16 @@ class Request:
         """Compute up to the next line of the grid as an engine does; False when the prompt is done."""
         stop = min(len(self.tokens), (self.at // CHUNK + 1) * CHUNK)
         self.at = stop
-        if stop % CHUNK == 0 and (upto := min(stop // PAGE, self.cache.keepable(self.lease))) > self.lease.grown:
+        upto = min(stop // PAGE, self.cache.scheduler.core.keepable(self.lease))
+        if stop % CHUNK == 0 and upto > self.lease.grown:
             fresh = self.cache.grow(self.lease, upto)
-            for pool in self.cache.pools:
+            for pool in self.cache.identity.pools:
                 for position, slot in fresh[pool.name].items():
                     for buffer in pool.buffers:
-                        self.cache.arena(pool.name)[buffer.name][slot] = self.expected(pool, buffer, position)
-            self.cache.audit()
+                        self.cache.worker.arena(pool.name)[buffer.name][slot] = self.expected(pool, buffer, position)
+            self.cache.scheduler.audit()
             self.cache.publish(self.lease, self.lease.grown)
-        self.cache.audit()
+        self.cache.scheduler.audit()
         return stop < len(self.tokens)
 
     def compute(self) -> "Request":
@@ -147,7 +148,7 @@ class Request:
 
     def close(self) -> Lease:
         self.cache.close(self.lease)
-        self.cache.audit()
+        self.cache.scheduler.audit()
         return self.lease
 
 
@@ -161,15 +162,15 @@ def run(
 def settle(cache: PrefixCache) -> None:
     """Step until nothing more happens by itself."""
     cache.settle(30)
-    assert cache.idle()
-    cache.audit()
+    assert cache.scheduler.core.idle()
+    cache.scheduler.audit()
 
 
 def until(cache: PrefixCache, holds: Callable[[], bool]) -> None:
     """Step until something holds."""
     for _ in range(TURNS):
         cache.step()
-        cache.audit()
+        cache.scheduler.audit()
         if holds():
             return
         cache.wait(0.05)
@@ -188,7 +189,7 @@ def used(cache: PrefixCache) -> dict[str, int]:
 def nothing_is_left(cache: PrefixCache) -> bool:
     """Whether, after a flush, every slot is free and no lease is open."""
     cache.flush()
-    cache.audit()
+    cache.scheduler.audit()
     return not used(cache) and not cache.scheduler.core.leases and not cache.scheduler.core.copies.ops
 
 

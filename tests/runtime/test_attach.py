@@ -34,13 +34,13 @@ LONG_S = 20.0
 
 
 def attach(cache: PrefixCache, store: FaultyStorage, **how: object) -> None:
-    change = cache.attach(store, **how)  # type: ignore[arg-type]
+    change = cache.worker.attach(store, **how)  # type: ignore[arg-type]
     cache.step()
     change.made.result(0)
 
 
 def detach(cache: PrefixCache) -> None:
-    change = cache.detach()
+    change = cache.worker.detach()
     cache.step()
     before = change.made.result(0)
     assert before is None or before.closed.wait(LONG_S)
@@ -72,7 +72,7 @@ def test_what_is_in_memory_goes_to_a_store_that_is_attached_if_asked(
     attach(cache, store, back_up=True)
     settle(cache)
     assert store.usage().objects > 0, "and before anything is evicted"
-    cache.evict([Tier.DEVICE, Tier.HOST])
+    cache.scheduler.core.flush([Tier.DEVICE, Tier.HOST])
     settle(cache)
     cache.flush()
     assert run(cache, LONG) == (0, 0, ALL)
@@ -110,7 +110,7 @@ def test_a_store_that_takes_anothers_place_gets_everything_and_the_other_is_clos
     cache = make(first)
     run(cache, LONG)
     settle(cache)
-    change = cache.attach(second, back_up=True)
+    change = cache.worker.attach(second, back_up=True)
     assert not first.closed.is_set(), "the new one has not come yet"
     cache.step()
     before = change.made.result(0)
@@ -130,16 +130,16 @@ def test_without_a_storage_no_probe_is_sent_and_it_can_be_attached_again(make: M
     cache = make(storage_deadline_s=30.0)
     detach(cache)
     for _ in range(2):
-        attach(cache, cache.opened(url), setting=url)  # type: ignore[arg-type]
-        assert cache.attached is not None and cache.attached.urls == (url,)
+        attach(cache, cache.worker.opened(url), setting=url)  # type: ignore[arg-type]
+        assert cache.worker.attached is not None and cache.worker.attached.urls == (url,)
         assert sum(run(cache, LONG)) in (0, ALL)
         settle(cache)
         detach(cache)
-        assert cache.attached is None and cache.usage() is None
+        assert cache.worker.attached is None and cache.worker.usage() is None
         cache.flush()
         assert run(cache, LONG) == (0, 0, 0)
         cache.flush()
-    attach(cache, cache.opened(url))  # type: ignore[arg-type]
+    attach(cache, cache.worker.opened(url))  # type: ignore[arg-type]
     assert run(cache, LONG) == (0, 0, ALL)
 
 
@@ -150,7 +150,7 @@ def test_a_request_that_waits_for_a_detached_storage_is_computed_at_once(make: M
     request = Request(cache, LONG)
     store.wait_for_stalled_call()
     assert request.lease.phase is Phase.PROBING and not cache.claim(request.lease)
-    change = cache.detach()
+    change = cache.worker.detach()
     cache.step()
     change.made.result(0)
     assert cache.claim(request.lease)
@@ -169,12 +169,12 @@ def test_policies_come_with_a_store_and_stay(make: Make) -> None:
     attach(cache, store, prefetch="best_effort", write="write_through", back_up=True)
     settle(cache)
     assert used(cache)["host.attention"] == ALL and store.usage().objects > 0
-    policies = cache.config.policies
+    policies = cache.worker.config.policies
     assert (policies.prefetch_policy, policies.write_policy) == ("best_effort", "write_through")
     assert policies.patience().base_s == 0
     detach(cache)
     attach(cache, a_store())
-    policies = cache.config.policies
+    policies = cache.worker.config.policies
     assert (policies.prefetch_policy, policies.write_policy) == ("best_effort", "write_through")
 
 
@@ -188,7 +188,7 @@ def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make)
     old.stall()
     run(cache, LONG)
     old.wait_for_stalled_call()  # a worker hangs while it uses host pages
-    change = cache.attach(new, back_up=True)
+    change = cache.worker.attach(new, back_up=True)
     cache.step()
     gone_depot = change.made.result(0)
     assert gone_depot is not None
@@ -220,7 +220,7 @@ def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(ma
     while not (lane.waiting() and lane.busy_s()):  # one call may take all queued copies, as long as a worker is free
         run(cache, prompt(8.5, seed=next(seeds)))
         clock.now += 0.001
-    change = cache.detach()
+    change = cache.worker.detach()
     cache.step()
     before = change.made.result(0)
     assert before is not None and before.closed.wait(LONG_S)
@@ -238,12 +238,12 @@ def test_figures_of_a_store_that_hangs_are_those_it_gave_last(make: Make, monkey
     run(cache, LONG)
     settle(cache)
     monkeypatch.setattr(storage_connection, "USAGE_S", LONG_S)
-    usage = cache.usage()
+    usage = cache.worker.usage()
     assert usage is not None and usage.objects > 0
     monkeypatch.setattr(storage_connection, "USAGE_S", 0.01)
     store.stall()
     stalled = threads("kvarve")
-    assert [cache.usage() for _ in range(5)] == [usage] * 5
+    assert [cache.worker.usage() for _ in range(5)] == [usage] * 5
     assert len({*threads("kvarve")} - {*stalled}) <= 1, "one thread hangs, however often `usage` is called"
     store.release()
 
@@ -325,12 +325,12 @@ def full(make: Make) -> PrefixCache:
 
 
 def test_an_unknown_policy_is_refused(full: PrefixCache) -> None:
-    config, store = full.config, a_store()
+    config, store = full.worker.config, a_store()
     with pytest.raises(ConfigError, match="unknown prefetch policy 'hope'"):
-        full.attach(store, prefetch="hope")
+        full.worker.attach(store, prefetch="hope")
     with pytest.raises(ConfigError, match="unknown write policy 'later'"):
-        full.attach(store, write="later")
-    assert full.config is config and not store.closed.is_set(), "it is still the caller's"
+        full.worker.attach(store, write="later")
+    assert full.worker.config is config and not store.closed.is_set(), "it is still the caller's"
     goes_on(full)
 
 
@@ -344,7 +344,7 @@ def test_a_store_that_cannot_be_opened_is_refused(full: PrefixCache, tmp_path: P
         ("file://{folder}?capacity=64MiB", "is not empty and not a kvarve storage folder"),
     ):
         with pytest.raises(KvarveError, match=complaint):
-            full.opened(url.format(folder=tmp_path))
+            full.worker.opened(url.format(folder=tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["something else"]
     goes_on(full)
 
@@ -363,7 +363,7 @@ def test_a_store_without_workers_is_refused(full: PrefixCache, monkeypatch: pyte
     store = a_store()
     monkeypatch.setattr(threading.Thread, "start", fails)
     with pytest.raises(StorageError, match="no workers for a storage: can't start new thread"):
-        full.attach(store)
+        full.worker.attach(store)
     monkeypatch.undo()
     assert not store.closed.is_set()
     gone(before)
@@ -380,7 +380,7 @@ def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_c
     before = threads("kvarve")
     store = a_store()
     monkeypatch.setattr(full.scheduler.core.slot_pools, "runs", broken)
-    change = full.attach(store, back_up=True)
+    change = full.worker.attach(store, back_up=True)
     with pytest.raises(kind, match="a bug"):
         full.step()
     with pytest.raises(kind, match="a bug"):
@@ -391,8 +391,8 @@ def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_c
 
 def test_two_changes_at_once_are_one_too_many(full: PrefixCache) -> None:
     store, other = a_store(), a_store()
-    first = full.attach(store, back_up=True)
-    for second in (lambda: full.attach(other), full.detach):
+    first = full.worker.attach(store, back_up=True)
+    for second in (lambda: full.worker.attach(other), full.worker.detach):
         with pytest.raises(Busy, match="another change"):
             second()
     assert not other.closed.is_set()
@@ -404,7 +404,7 @@ def test_two_changes_at_once_are_one_too_many(full: PrefixCache) -> None:
 
 def test_a_change_that_is_not_made_before_the_end_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, store = make(), a_store()
-    change = cache.attach(store)
+    change = cache.worker.attach(store)
     monkeypatch.setattr(cache, "settle", lambda timeout_s: True)
     cache.shutdown()
     with pytest.raises(Busy, match="shutting down"):

@@ -74,7 +74,7 @@ def turned(cache: PrefixCache) -> tuple[int, int, int]:
     """The long prompt through a cache that is then shut down; its pages from device, host and storage."""
     found = run(cache, LONG)
     cache.shutdown(30)
-    assert cache.counters.bad_storage == 0
+    assert cache.scheduler.core.counters.bad_storage == 0
     return found
 
 

@@ -61,7 +61,7 @@ class Life:
 
     def turn(self) -> None:
         self.cache.step()
-        self.cache.audit()
+        self.cache.scheduler.audit()
         self.clock.now += self.rng.choice([0.0, 0.0, 0.3])
         if self.rng.random() < 0.3:
             self.cache.wait(0.002)

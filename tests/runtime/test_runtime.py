@@ -67,10 +67,10 @@ def test_a_cache_starts_without_a_damaged_folder_and_uses_it_once_it_is_mended(t
     (tmp_path / "store" / "kvarve.json").write_bytes(b"{")
     (tmp_path / "store" / "models").rename(tmp_path / "models")
     cache = PrefixCache(an_identity(), a_config(storage=url))
-    assert cache.attached is not None and not cache.up
-    assert "kvarve.json is damaged" in cache.attached.storage.last_error
+    assert cache.worker.attached is not None and not cache.up
+    assert "kvarve.json is damaged" in cache.worker.attached.storage.last_error
     assert run(cache, LONG) == (0, 0, 0)
-    cache.evict([Tier.DEVICE, Tier.HOST])
+    cache.scheduler.core.flush([Tier.DEVICE, Tier.HOST])
     (tmp_path / "models").rename(tmp_path / "store" / "models")
     until(cache, lambda: cache.scheduler.storage_up)
     assert run(cache, LONG) == (0, 0, ALL)
@@ -107,7 +107,7 @@ def test_a_sequence_that_goes_on_is_found_by_a_prompt_of_all_of_it(make: Make) -
     cache = make(a_store(), pools=(ATTENTION,))
     begun = Request(cache, LONG[: 5 * PAGE + 7]).wait()
     for more in (LONG[5 * PAGE + 7 : 5 * PAGE + 9], LONG[5 * PAGE + 9 : 8 * PAGE]):
-        cache.extend(begun.lease, more)
+        cache.scheduler.extend(begun.lease, more)
         begun.tokens = [*begun.tokens, *more]
     begun.compute().close()
     assert sum(run(cache, LONG)) == ALL
@@ -123,7 +123,7 @@ def test_without_storage_or_a_host_what_is_left_is_the_last_tier(make: Make, hos
     assert run(cache, LONG) == (0, ALL * host, 0)
     cache.flush()
     assert run(cache, LONG) == (0, 0, 0)
-    assert cache.usage() is None
+    assert cache.worker.usage() is None
 
 
 # --- sharing between salts

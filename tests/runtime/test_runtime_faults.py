@@ -102,7 +102,7 @@ def test_a_flush_while_requests_run_evicts_no_page_that_they_pin(make: Make) -> 
     other = prompt(9, seed=2)
     run(cache, other)
     assert cache.flush() > 0
-    cache.audit()
+    cache.scheduler.audit()
     first.look()
     assert cache.lookup(LONG).device == ALL
     assert cache.lookup(other).memory == 0

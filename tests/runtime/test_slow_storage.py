@@ -69,7 +69,7 @@ def test_all_sequences_are_stored_by_a_slow_storage_with_a_third_of_them_in_the_
     slow = FaultyStorage(region, stays=True)
     slow.before = lambda call: call == "put" and threading.Event().wait(0.02)
     cache = make(slow, host=90_000)
-    assert 4 <= cache.scheduler.core.slot_pools.capacity[len(cache.pools)] < 2 * 8
+    assert 4 <= cache.scheduler.core.slot_pools.capacity[len(cache.identity.pools)] < 2 * 8
     for seed in range(4):
         run(cache, prompt(8.5, seed=seed), read=False)
     assert cache.settle(LONG_S * 5)
@@ -128,7 +128,7 @@ def whose_put_hangs(make: Make, detached: bool) -> PrefixCache:
     run(cache, prompt(8.5))
     until(cache, lambda: store.counts["stall: put"] > 0)
     if detached:
-        cache.detach()
+        cache.worker.detach()
     else:
         clock.now += 2.0
     until(cache, lambda: not cache.scheduler.core.copies.storage)
@@ -142,9 +142,9 @@ def test_calls_that_hang_on_a_storage_that_is_gone_block_no_flush_and_a_shutdown
 ) -> None:
     monkeypatch.setattr(prefix_cache, "CLOSE_S", 0.1)
     cache = whose_put_hangs(make, detached)
-    before = cache.now()
+    before = cache.clock()
     assert cache.flush([Tier.DEVICE], timeout_s=1e9) > 0
-    assert cache.now() == before, "it took no time by the frozen clock"
+    assert cache.clock() == before, "it took no time by the frozen clock"
     assert cache.scheduler.core.copies.ops, "the call hangs as before"
     ended = threading.Event()
     closing = threading.Thread(target=lambda: (cache.shutdown(1000.0), ended.set()), daemon=True)

@@ -54,10 +54,10 @@ def test_pages_of_another_key_are_computed_anew_and_taken_from_then_on(
     cache = make(url, keys[reader])
     if writer == reader:
         assert run(cache, LONG) == (0, 0, ALL)
-        assert cache.counters.bad_storage == 0
+        assert cache.scheduler.core.counters.bad_storage == 0
         return
     assert run(cache, LONG) == (0, 0, 0)
-    assert cache.counters.bad_storage >= ALL
+    assert cache.scheduler.core.counters.bad_storage >= ALL
     settle(cache)
     cache.flush()
     assert run(cache, LONG) == (0, 0, ALL), "its own pages have taken the place of the planted ones"

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 def contents(cache: PrefixCache) -> StorageUsage:
     """The usage of its storage but for the disk's room, which other programs take and give back."""
-    usage = cache.usage()
+    usage = cache.worker.usage()
     assert usage is not None
     return replace(usage, room_bytes=None)
 
@@ -43,15 +43,15 @@ def test_caches_that_only_read_a_folder_find_what_another_one_stored_and_store_n
     assert run(one, LONG) == (0, 0, ALL), "and it was there first"
     run(one, prompt(4.5, seed=7))
     settle(one)
-    assert one.dirty() == 0
-    one.evict([Tier.DEVICE, Tier.HOST])
+    assert one.scheduler.core.dirty() == 0
+    one.scheduler.core.flush([Tier.DEVICE, Tier.HOST])
     assert not any(one.stats()[f"dropped_{why}"] for why in WHY) and one.stats()["stored"] == 0
-    assert one.usage() is not None and one.usage().read_only and one.up
+    assert one.worker.usage() is not None and one.worker.usage().read_only and one.up
     assert contents(other) == before
     request = Request(one, LONG).wait()
-    assert one.export(request.lease, 1e12) is None, "nobody would find what is handed over"
+    assert one.scheduler.export(request.lease, 1e12) is None, "nobody would find what is handed over"
     request.close()
-    change = one.attach(a_store(), back_up=True)
+    change = one.worker.attach(a_store(), back_up=True)
     one.step()
     change.made.result(0)
     settle(one)
@@ -71,7 +71,7 @@ def test_a_disk_that_takes_no_more_writes_costs_no_page_it_has(folder: Path, mon
     monkeypatch.setattr(Disk, "write", refused)
     run(cache, prompt(4.5, seed=7))
     until(cache, lambda: cache.stats()["stores_refused"] == Refusal.READ_ONLY)
-    cache.evict([Tier.DEVICE, Tier.HOST])
+    cache.scheduler.core.flush([Tier.DEVICE, Tier.HOST])
     stats = cache.stats()
     assert stats["dropped_read_only"] > 0 and stats["dropped_evicted"] == stats["dropped_failed"] == 0
     assert cache.up and run(cache, LONG) == (0, 0, ALL)
@@ -86,18 +86,18 @@ def test_pages_for_which_the_disk_has_no_room_are_counted_as_that(
     cache = opened(f"file://{folder}?capacity=64MiB")
     run(cache, LONG)
     until(cache, lambda: cache.stats()["stores_refused"] == Refusal.FULL)
-    cache.evict([Tier.DEVICE, Tier.HOST])
-    stats, usage = cache.stats(), cache.usage()
+    cache.scheduler.core.flush([Tier.DEVICE, Tier.HOST])
+    stats, usage = cache.stats(), cache.worker.usage()
     assert stats["dropped_full"] > 0 and stats["dropped_evicted"] == stats["dropped_failed"] == 0
-    assert usage is not None and usage.room_bytes == 0 and cache.up and cache.attached is not None
+    assert usage is not None and usage.room_bytes == 0 and cache.up and cache.worker.attached is not None
     assert cache.stats()["storage_room.0"] == 0
     monkeypatch.undo()
-    files = cache.attached.storage.inner.inner  # type: ignore[union-attr]
+    files = cache.worker.attached.storage.inner.inner  # type: ignore[union-attr]
     files._allocator._full_until.clear()  # it asks again after some seconds
     run(cache, LONG)
-    cache.scheduler.retry()
+    cache.scheduler.core.retry()
     until(cache, lambda: not cache.stats()["stores_refused"])
     settle(cache)
-    cache.evict([Tier.DEVICE, Tier.HOST])
+    cache.scheduler.core.flush([Tier.DEVICE, Tier.HOST])
     assert run(cache, LONG) == (0, 0, ALL)
     cache.shutdown()

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from wire import Answer, Call, Number, Standing, Wire
 
 from kvarve.core.requests.lease import Phase
 
-ATTRIBUTES = {"now", "storage_up", "ranks", "counters"}
+ATTRIBUTES = {"now", "storage_up", "core.counters"}
 
 
 class FarLease:
@@ -35,7 +37,20 @@ class FarLease:
         return self.standing.tiers
 
 
-class FarScheduler:
+class Far:
+    """An object of another process, such as `core`: what is called or read of it is asked there by its whole name."""
+
+    def __init__(self, ask: Callable[..., Any], name: str) -> None:
+        self._asked, self._name = ask, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        whole = f"{self._name}{name}"
+        return self._asked(whole) if whole in ATTRIBUTES else partial(self._asked, whole)
+
+
+class FarScheduler(Far):
     """Made as a `CacheScheduler` is, alone among the ranks."""
 
     made: list["FarScheduler"] = []  # noqa: RUF012  by the caches of a test
@@ -52,6 +67,8 @@ class FarScheduler:
         prefill_tokens: int,
     ) -> None:
         assert agreement.ranks == 1
+        super().__init__(self._ask, "")
+        self.agreement, self.core = agreement, Far(self._ask, "core.")
         program = [sys.executable, str(Path(__file__).parent / "scheduler_process.py")]
         self.process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -60,11 +77,6 @@ class FarScheduler:
         self._leases: dict[int, FarLease] = {}
         FarScheduler.made.append(self)
         self._ask("made", identity, config, slots, storage, only_read, prefill_tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._ask(name) if name in ATTRIBUTES else lambda *words: self._ask(name, *words)
 
     def _ask(self, name: str, *words: Any) -> Any:
         with self._lock:

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def serve(wire: Wire) -> None:
             if name == "about":
                 value = about(wire)
             else:
-                found = getattr(scheduler, name)
+                found = attrgetter(name)(scheduler)
                 value = found(*plain(words, leases)) if callable(found) else found
         except Exception as e:  # noqa: BLE001  told to the caller
             trouble = f"{type(e).__name__}: {e}"

@@ -74,7 +74,7 @@ def test_a_claim_makes_all_fetches_of_its_request_urgent_with_one_order() -> Non
 def test_an_answer_about_a_copy_that_is_not_in_flight_is_counted_and_changes_nothing() -> None:
     scheduler = a_scheduler()
     scheduler.step(Report([Ended(99, 1)]), 1.0)
-    assert scheduler.counters.strays == 1 and scheduler.take() == []
+    assert scheduler.core.counters.strays == 1 and scheduler.take() == []
     scheduler.audit()
 
 
@@ -169,7 +169,7 @@ def test_pages_of_an_unfinished_chunk_are_not_saved_as_their_names_still_change(
     scheduler.claim(lease)
     scheduler.step(Report([Ended(order.op, 0) for order in scheduler.take() if isinstance(order, Probe)]), 1.5)
     assert scheduler.claim(lease)
-    saved = scheduler.save(lease, [{0: 100, 1: 101, 2: 102} for _ in scheduler.pools])
+    saved = scheduler.blocks.save(lease, [{0: 100, 1: 101, 2: 102} for _ in scheduler.pools])
     assert all(positions & 0b100 == 0 for positions in saved) and any(saved)
     sealed = {page.target: page.key for copy in copies(scheduler, Tier.HOST) for page in copy.pages}
     assert sealed and {*sealed.values()} <= {lease.key(0), lease.key(1)}

@@ -43,7 +43,7 @@ def servers(region: MemoryStorage) -> Iterator[tuple[PrefixCache, PrefixCache]]:
 def prefilled(cache: PrefixCache, salt: str = "") -> Ticket:
     """Prefill the prompt; its ticket, as it comes out of JSON on the other side."""
     request = Request(cache, PROMPT, salt).wait().compute()
-    ticket = cache.export(request.lease, UNTIL_S)
+    ticket = cache.scheduler.export(request.lease, UNTIL_S)
     assert ticket is not None
     request.close()
     return Ticket.of_json(json.loads(json.dumps(ticket.json())))

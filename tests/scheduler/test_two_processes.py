@@ -1,6 +1,7 @@
 """A scheduler in one process and its worker in another, with pickled plain data between them, are the same cache."""
 
 import hashlib
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def served(model: LoadedModel, folder: Path) -> Served:
                     assert last.usage is not None, last.error
                     found.answers.append(tokens)
                     found.cached.append((last.usage.device, last.usage.host, last.usage.storage))
-            engine.ask(cache.audit, LONG_S)
+            engine.ask(cache.scheduler.audit, LONG_S)
         finally:
             engine.shutdown(LONG_S)
         assert not engine.broken
@@ -105,26 +106,27 @@ def test_in_two_processes_storages_come_and_go(monkeypatch: pytest.MonkeyPatch) 
     (far,) = FarScheduler.made
     assert run(cache, tokens) == (0, 0, 0)
     for store in stores[:2]:
-        change = cache.attach(store, back_up=True, write="write_through_selective")
+        change = cache.worker.attach(store, back_up=True, write="write_through_selective")
         with pytest.raises(UnderWay):
-            cache.detach()
+            cache.worker.detach()
         cache.step()
         change.made.result(0)
         settle(cache)
-        assert cache.config.policies.write_policy == "write_through_selective" and store.usage().objects
+        assert cache.worker.config.policies.write_policy == "write_through_selective" and store.usage().objects
         cache.flush()
         assert run(cache, tokens) == (0, 0, 8)
-    declined = cache.decline(StorageError("this rank cannot"))
+    declined = cache.worker.decline(StorageError("this rank cannot"))
     cache.step()
     with pytest.raises(StorageError, match="this rank cannot"):
         declined.made.result(0)
     stores[1].dead = True
-    until(cache, lambda: run(cache, prompt(4.5, seed=cache.counters.requests)) == (0, 0, 0) and not far.storage_up)
+    seeds = count(10)
+    until(cache, lambda: run(cache, prompt(4.5, seed=next(seeds))) == (0, 0, 0) and not far.storage_up)
     stores[1].dead = False
     until(cache, lambda: far.storage_up)
-    gone = cache.detach()
+    gone = cache.worker.detach()
     cache.step()
-    assert gone.made.result(0) is not None and cache.attached is None and not far.storage_up
+    assert gone.made.result(0) is not None and cache.worker.attached is None and not far.storage_up
     cache.flush()
     assert not used(cache) and not cache.stats()["leases"]
     assert {"ChangeProposed", "Began"} <= far.about()["received"]

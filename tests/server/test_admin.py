@@ -243,7 +243,7 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
         asked = [clients.submit(ask_on, asker, number) for number in range(2)]
         try:
             for _ in range(200):
-                operated.engine.ask(lambda: operated.engine.cache.evict(MEMORY_TIERS), LONG_S)
+                operated.engine.ask(lambda: operated.engine.cache.scheduler.core.flush(MEMORY_TIERS), LONG_S)
                 policy = dice.choice(["write_through", "write_through_selective", "write_back"])
                 done(client.put(STORAGE, json={"url": dice.choice(urls), "back_up": True, "write_policy": policy}))
                 for store in stores[-1:]:

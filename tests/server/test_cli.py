@@ -270,5 +270,5 @@ def test_a_storage_that_is_slow_to_say_what_it_holds_keeps_no_server_from_starti
     def slow() -> None:
         raise StorageError("this storage has not said yet what it holds")
 
-    monkeypatch.setattr(server.engine.cache, "usage", slow)
+    monkeypatch.setattr(server.engine.cache.worker, "usage", slow)
     assert any(line.split()[0] == "storage" for line in server.describe().splitlines())

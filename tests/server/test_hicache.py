@@ -107,7 +107,7 @@ def test_a_flush_keeps_to_its_own_time_while_another_waits_for_a_storage_that_ha
     """0 is no wait, and nothing is a minute, which the first one is told to end."""
     url = f"file://{tmp_path}/pages?capacity=64MiB"
     assert operator.put(STORAGE, json={"hicache_storage_backend": url}).status_code == 200
-    attached = operated.engine.cache.attached
+    attached = operated.engine.cache.worker.attached
     assert attached is not None
     hanging = FaultyStorage(attached.storage.inner, stall_limit_s=9000)  # type: ignore[union-attr]
     attached.storage.inner = hanging  # type: ignore[union-attr]

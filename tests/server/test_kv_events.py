@@ -90,7 +90,8 @@ class Router:
         return {place: pages for place, pages in self.pages.items() if pages and place[0] != "STORAGE"}
 
     def _there(self) -> dict[tuple[str, int], set[int]]:
-        slot_pools, pools = self.server.engine.cache.scheduler.core.slot_pools, len(self.server.engine.cache.pools)
+        cache = self.server.engine.cache
+        slot_pools, pools = cache.scheduler.core.slot_pools, len(cache.identity.pools)
         found: dict[tuple[str, int], set[int]] = {}
         for run in slot_pools.runs():
             for place, here in enumerate(run.here):
@@ -135,7 +136,7 @@ def test_a_router_that_hears_all_knows_the_pages_of_each_tier_and_pool(
     complete(asked, song * 6, max_tokens=2)
     complete(asked, song * 3 + "elsewhere " + song * 2, max_tokens=2)
     router.agrees()
-    groups = range(len(router.server.engine.cache.pools))
+    groups = range(len(router.server.engine.cache.identity.pools))
     assert {place for place, pages in router.pages.items() if pages} == {
         (medium, group) for medium in MEDIA.values() for group in groups
     }
@@ -167,7 +168,7 @@ def test_the_tokens_of_a_page_are_those_of_the_prompt_though_its_name_has_its_wh
     prompt = (ids * 6)[: 3 * CHUNK + PAGE + 1]
     complete(asked, prompt, max_tokens=1)
     router.agrees()
-    pools = router.server.engine.cache.pools
+    pools = router.server.engine.cache.identity.pools
     (attention,) = [at for at, pool in enumerate(pools) if pool.lookback is None]
     for medium in ("GPU", "CPU", "STORAGE"):
         stored = [

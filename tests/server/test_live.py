@@ -96,7 +96,7 @@ def test_a_prefix_that_was_resumed_from_is_told_by_its_key_and_group(
     root, tokens = root_key(cache.identity.fingerprint(), own), sum(cached.values())
     found = data(client, lambda found: [each for each in found["hottest"] if each["group"] == group_name(root)])
     (prefix,) = [each for each in found["hottest"] if each["group"] == group_name(root)]
-    keys = cache.prompt(prompt, own).keys
+    keys = cache.scheduler.prompt(prompt, own).keys
     assert prefix["key"] == keys[(tokens // PAGE - 1) * KEY_BYTES :][:8].hex()
     assert (prefix["tokens"], prefix["pages"], prefix["hits"]) == (tokens, tokens // PAGE, 2)
     assert (prefix["device"], prefix["resumes"]) == (tokens // PAGE, "device")

@@ -89,7 +89,7 @@ def life(checkpoint: Path, song: str, tmp_path_factory: pytest.TempPathFactory) 
         httpx.Client(base_url=server.url, timeout=LONG_S) as client,
         ThreadPoolExecutor(4) as pool,
     ):
-        attached = server.engine.cache.attached
+        attached = server.engine.cache.worker.attached
         assert attached is not None
         faulty = FaultyStorage(attached.storage.inner)  # type: ignore[union-attr]
         attached.storage.inner = faulty  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvarve.cache.prefix_cache import PrefixCache
-from kvarve.cache.storage_changes import CHANGE_S
+from kvarve.cache.scheduler import CHANGE_S
 from kvarve.cache.worker import Change, UnderWay
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.storage import Storage
@@ -46,12 +46,12 @@ class Admin:
 
     def status(self) -> dict[str, Any]:
         """The attached storage and its state, as JSON; in a moment, even if the storage hangs."""
-        cache, attached = self._cache, self._cache.attached
+        cache, attached = self._cache, self._cache.worker.attached
         told: dict[str, Any] = {
             "attached": attached is not None,
             "changing": self._changing.locked(),
-            "prefetch_policy": cache.config.policies.prefetch_policy,
-            "write_policy": cache.config.policies.write_policy,
+            "prefetch_policy": cache.worker.config.policies.prefetch_policy,
+            "write_policy": cache.worker.config.policies.write_policy,
         }
         if attached is None:
             return told
@@ -60,11 +60,11 @@ class Admin:
             usage = attached.connection.usage()
         except StorageError as e:
             trouble = str(e)
-        counters, urls = cache.counters, [*map(shown, attached.urls)]
+        counters, urls = cache.scheduler.core.counters, [*map(shown, attached.urls)]
         return told | {
             "url": urls[0] if len(urls) == 1 else urls or None,
             "up": attached.storage.up,
-            "for_s": round(max(0.0, cache.now() - attached.storage.since), 3),
+            "for_s": round(max(0.0, cache.clock() - attached.storage.since), 3),
             "last_error": trouble or None,
             "capacity_bytes": usage and usage.capacity_bytes,
             "bytes": usage and usage.bytes,
@@ -109,22 +109,23 @@ class Admin:
             try:
                 # Abandoned if it hangs: neither the next change nor the program's exit waits for it.
                 opening = BackgroundCall(
-                    "kvarve opens a storage", lambda: cache.opened(url, prefetch=prefetch, write=write)
+                    "kvarve opens a storage", lambda: cache.worker.opened(url, prefetch=prefetch, write=write)
                 )
                 storage = opening.result(OPEN_S, late=_close)
             except Exception as e:  # noqa: BLE001  it may be a bug in a backend; the caller is told
                 if isinstance(e, Abandoned):
                     e = StorageError(f"{told}: it is not open after {OPEN_S:g} s: given up")
                 error = _ours(e, f"{told}: it cannot be opened")
-                if cache.ranks > 1:  # so that ranks that opened theirs do not wait for this one
+                if cache.identity.ranks > 1:  # so that ranks that opened theirs do not wait for this one
                     with suppress(KvarveError, TimeoutError):
-                        declined = self._on_its_thread(lambda: cache.decline(error), ASK_S)
+                        declined = self._on_its_thread(lambda: cache.worker.decline(error), ASK_S)
                         # Until all ranks have said so: what one says of this change would else refuse the next one.
                         declined.made.result(CHANGE_S + ASK_S)
                 raise error from None
             try:
                 change = self._on_its_thread(
-                    lambda: cache.attach(storage, setting=url, back_up=back_up, prefetch=prefetch, write=write), ASK_S
+                    lambda: cache.worker.attach(storage, setting=url, back_up=back_up, prefetch=prefetch, write=write),
+                    ASK_S,
                 )
             except BaseException:  # the storage is closed on any error
                 _close(storage)
@@ -135,13 +136,13 @@ class Admin:
         """Detach the storage, if there is one; returns the status then. Any KvarveError: it is still attached."""
         with self._alone():
             self._tell(None)
-            return self._made(self._on_its_thread(self._cache.detach, ASK_S))
+            return self._made(self._on_its_thread(self._cache.worker.detach, ASK_S))
 
     def clear(self) -> int:
         """Remove this model's pages from the storage; how many objects they were. Pages in memory are dirty then. Any
         KvarveError: some may be left."""
         with self._alone():
-            if (attached := self._cache.attached) is None:
+            if (attached := self._cache.worker.attached) is None:
                 raise ConfigError("no storage is attached: there is nothing to clear")
             try:
                 return BackgroundCall("kvarve clears a storage", attached.storage.drop).result(OPEN_S)

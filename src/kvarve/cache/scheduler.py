@@ -6,8 +6,9 @@ a worker come in (`step`), orders for it go out (`take`), both plain data (`mess
 another process. Leases stay here; across a process they are known by their number.
 """
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -16,26 +17,24 @@ import numpy.typing as npt
 
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
-from kvarve.cache.storage_changes import Changes
 from kvarve.core.audit import audit
-from kvarve.core.cache import Core, Hit, Hottest
-from kvarve.core.copies.effects import Release, canonical
-from kvarve.core.core_config import CoreConfig, Counters, Slots
+from kvarve.core.cache import Hit
+from kvarve.core.copies.effects import canonical
+from kvarve.core.core_config import CoreConfig, Slots
 from kvarve.core.observe import headroom
 from kvarve.core.observe.headroom import Demand
-from kvarve.core.observe.levels import Ages, pinned
-from kvarve.core.observe.page_events import Residency
-from kvarve.core.observe.reasons import Reason
+from kvarve.core.observe.levels import pinned
 from kvarve.core.requests.engine_blocks import EngineCore, core_for
 from kvarve.core.requests.lease import Lease
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, heads, names, pack, root_key
-from kvarve.pages.pools import MEMORY_TIERS, ModelIdentity, Tier
+from kvarve.pages.pools import ModelIdentity, Tier
 from kvarve.pages.ticket import HandOverError, Ticket
-from kvarve.ranks.agreement import Agreement, Alone
+from kvarve.ranks.agreement import Agreement, Alone, Proposal
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5  # between two looks at how many slots are pinned
+CHANGE_S = 30.0  # how long a rank waits for the others to propose the same change of the storage
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
@@ -55,11 +54,55 @@ class Prompt:
         return names(self.root, b"", self.tokens, self.page_tokens)
 
 
+class Changes:
+    """The change of the storage that this rank's worker has proposed, until it is decided: it is made in a step in
+    which all ranks propose the same, or never."""
+
+    def __init__(self) -> None:
+        self.pending: ChangeProposed | None = None
+        self._until_s: float | None = None  # by the time that the ranks agree on; None before the first step
+
+    def propose(self, change: ChangeProposed) -> None:
+        """Take up a worker's proposal; it replaces one that the worker declined."""
+        assert self.pending is None or not self.pending.ready, "a worker proposes one change at a time"
+        self.pending, self._until_s = change, None
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """What this rank tells the others."""
+        change = self.pending
+        if change is None or not change.ready:
+            return None if change is None else Proposal("", ready=False)
+        if not change.attach:
+            return Proposal("detach")
+        policies = change.config.policies
+        what = [change.config.storages, policies.prefetch_policy, policies.write_policy, change.back_up]
+        return Proposal(json.dumps(what))
+
+    def decide(self, granted: bool | None, now: float) -> ChangeMade | ChangeRefused | None:
+        """What becomes of the pending change, by the answer of all ranks; None while it stays pending."""
+        change = self.pending
+        if change is None:
+            return None
+        if granted is None:
+            self._until_s = now + CHANGE_S if self._until_s is None else self._until_s
+            if now < self._until_s:
+                return None
+        self.pending = None
+        if granted:
+            return ChangeMade(change.change)
+        if granted is None:
+            late = f"the other ranks were not asked for the same within {CHANGE_S:g} s"
+            return ChangeRefused(change.change, late, busy=True)
+        return ChangeRefused(change.change, "another rank cannot do it, or was asked for something else", busy=False)
+
+
 class CacheScheduler:
     """Decides for one rank of one model; its worker has the same identity and settings.
 
-    A request's life: `open`, then `step` and `claim` until ready, `pages` to resume from, `grow` and `publish` for each
-    chunk computed, `close`. After any of these the orders in `take` go to the worker.
+    It has what needs keys, names of pools, the agreed time or the agreement of the ranks. For all else ask its `core`.
+    A request's life: `open`, then `step` and `claim` until ready, `pages` to resume from, `grow` and `core.publish` for
+    each chunk computed, `core.close`. After any of these the orders in `take` go to the worker.
     """
 
     def __init__(
@@ -79,7 +122,7 @@ class CacheScheduler:
         self.identity, self.config = identity, config
         self.pools = identity.pools
         self.now = 0.0  # the ranks agree on the time in each step
-        self._agreement = agreement or Alone()
+        self.agreement = agreement or Alone()
         self._early: list[Lease] = []  # opened before the first step, which sets their deadlines
         self._namespace = identity.fingerprint()
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
@@ -146,33 +189,19 @@ class CacheScheduler:
         """The engine admits this request, so its pages are loaded to the device; True once the lease is ready.
 
         Ask again after each `step` (see `Core.claim`). Over an engine's blocks: with what the engine has now
-        (`present`) and holds until it closes the lease; a lease that is OFFERED then waits for `load`.
+        (`present`) and holds until it closes the lease; a lease that is OFFERED then waits for `blocks.load`.
         """
         return self.core.claim(lease, self.now, present)
 
-    def load(self, lease: Lease, targets: Sequence[Mapping[int, int]]) -> None:
-        """Copy the pages that a lease offers into blocks of the engine (see `EngineCore.load`)."""
-        self._engine_core().load(lease, targets)
-
-    def save(self, lease: Lease, pages: Sequence[Mapping[int, int]]) -> list[int]:
-        """Copy pages out of blocks of the engine; which of them (see `EngineCore.save`)."""
-        return self._engine_core().save(lease, pages)
-
-    def kept(self, lease: Lease, coming: bool = True) -> int:
-        """How many of the first pages need no saving any more (see `EngineCore.kept`)."""
-        return self._engine_core().kept(lease, coming)
-
-    def released(self) -> list[Release]:
-        """The blocks that are the engine's again since the last call: the copies that used them have ended."""
-        return self._engine_core().released()
+    @property
+    def blocks(self) -> EngineCore:
+        """The core, where an engine has blocks of its own: what it loads into these and saves from them."""
+        assert isinstance(self.core, EngineCore), "this cache has device slots of its own"
+        return self.core
 
     def uses_blocks(self) -> bool:
         """Whether a copy in flight uses an engine's blocks."""
         return any(Tier.DEVICE in op.edge for op in self.core.copies.ops.values())
-
-    def waiting_for(self, op: int) -> Lease | None:
-        """The lease for which a copy is made."""
-        return self.core.copies.ops[op].lease
 
     def freed(self) -> list[tuple[int, int]]:
         """The host's slots (pool, slot) that have become free since the last call; the first call says nothing."""
@@ -180,26 +209,6 @@ class CacheScheduler:
         freed, slot_pools.freed = slot_pools.freed or [], []
         tiers = ((slot_pools.tier(place), place % len(self.pools), slot) for place, slot in freed)
         return [(pool, slot) for tier, pool, slot in tiers if tier is Tier.HOST]
-
-    def explain(self, lease: Lease) -> dict[Reason, int]:
-        """Why the tokens of a lease's prompt were cached or not (see `Core.explain`)."""
-        return self.core.explain(lease)
-
-    def hottest(self, count: int) -> list[Hottest]:
-        """The prefixes that requests have resumed from most lately (see `Core.hottest`)."""
-        return self.core.hottest(count)
-
-    def _engine_core(self) -> EngineCore:
-        assert isinstance(self.core, EngineCore), "this cache has device slots of its own"
-        return self.core
-
-    def _own_device(self) -> Core:
-        assert not isinstance(self.core, EngineCore), "an engine owns the device and its slots"
-        return self.core
-
-    def resumed(self, lease: Lease) -> None:
-        """Unpin the windows and states that the engine resumed from (see `Core.resumed`)."""
-        self.core.resumed(lease)
 
     def extend(self, lease: Lease, tokens: Tokens, replaced: int = 0) -> None:
         """Append tokens to the sequence of a ready lease, in place of its last `replaced` ones (see `Core.extend`)."""
@@ -211,47 +220,15 @@ class CacheScheduler:
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
-        return {pool.name: self._own_device().slots(lease, i) for i, pool in enumerate(self.pools)}
-
-    def reserve(self, lease: Lease, upto: int) -> bool:
-        """Reserve device slots for a ready lease to compute in, up to a page; False if there are too few now (see
-        `Core.reserve`)."""
-        return self._own_device().reserve(lease, upto)
-
-    def block_table(self, lease: Lease, pool: str, start: int = 0) -> list[int]:
-        """The device slots of a chain's pages from `start` on (see `Core.block_table`)."""
-        return self._own_device().block_table(
-            lease, next(i for i, each in enumerate(self.pools) if each.name == pool), start
-        )
-
-    def mark(self, lease: Lease, boundary: int) -> bool:
-        """Have a ready lease keep its windows and states at a boundary too (see `Core.mark`)."""
-        return self.core.mark(lease, boundary)
-
-    def short(self, lease: Lease, upto: int) -> bool:
-        """Whether `grow` would keep fewer pages now than in a moment, when evictions that this starts have freed
-        slots."""
-        return self._own_device().short(lease, upto)
-
-    def keepable(self, lease: Lease) -> int:
-        """The page up to which this request can be kept (see `Core.keepable`)."""
-        return self.core.keepable(lease)
+        return {pool.name: self.core.slots(lease, i) for i, pool in enumerate(self.pools)}
 
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
         """Reserve slots for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
 
-        If slots run out fewer pages are kept. Never waits: under write-back ask `short` first.
+        If slots run out fewer pages are kept. Never waits: under write-back ask `Core.short` first.
         """
-        fresh = self._own_device().grow(lease, upto)
+        fresh = self.core.grow(lease, upto)
         return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
-
-    def publish(self, lease: Lease, upto: int) -> None:
-        """Give the pages before `upto`, which the engine has filled, to the tree."""
-        self._own_device().publish(lease, upto)
-
-    def close(self, lease: Lease) -> None:
-        """Close a lease in any phase."""
-        self.core.close(lease)
 
     def export(self, lease: Lease, until_s: float, prompt: Prompt | None = None) -> Ticket | None:
         """Hand a ready lease's prompt over: a ticket for the pages that have been published, which go to storage now
@@ -275,29 +252,21 @@ class CacheScheduler:
         if len(prompt.keys) < end or prompt.keys[max(0, end - KEY_BYTES) : end].hex() != ticket.key:
             raise HandOverError("the ticket is of another prompt: give the request the prompt that was prefilled")
 
-    # --- what admission asks: these change nothing
+    # --- what admission asks
 
     def capacity_tokens(self) -> int:
         """The longest sequence that fits on the device, in tokens."""
-        slot_pools = self._own_device().slot_pools
+        slot_pools = self.core.slot_pools
         pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
         return pages * self.identity.page_tokens
 
-    def moved(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The device's extents that have left a pool since the last call, and those that have joined one (see
-        `Extents.moved`)."""
-        extents = self.core.slot_pools.extents[0]
-        if extents is None or Tier.DEVICE not in self.core.config.slots:
-            return [], []
-        return extents.moved()
-
     def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
         """The loose device slots, and how many each lease would take up to a page (see `headroom.demand`)."""
-        return headroom.demand(self._own_device(), asked)
+        return headroom.demand(self.core, asked)
 
     def device_state(self) -> tuple[tuple[int, ...], frozenset[int]]:
         """What a request waits for that got too few device slots (see `headroom.device_state`)."""
-        return headroom.device_state(self._own_device())
+        return headroom.device_state(self.core)
 
     def making_room(self) -> bool:
         """Whether evictions wait for copies in flight (see `headroom.making_room`)."""
@@ -319,6 +288,10 @@ class CacheScheduler:
         """The deepest boundary at which `behind` could resume from pages that `ahead` keeps."""
         return self.core.shared_prefix(ahead, behind)
 
+    def mark(self, lease: Lease, boundary: int) -> bool:
+        """Have a ready lease keep its windows and states at a boundary too (see `Core.mark`)."""
+        return self.core.mark(lease, boundary)
+
     # --- time passes
 
     def step(self, report: Report, now: float, says: bytes = b"") -> bytes:
@@ -326,7 +299,7 @@ class CacheScheduler:
         agree on it; then what is due. Returns what rank 0 says to all ranks for this turn, here or there."""
         if report.proposed is not None:
             self._changes.propose(report.proposed)
-        agreed = self._agreement.agree(
+        agreed = self.agreement.agree(
             report.events, now, report.up, self._changes.proposal, waiting=self._waiting(), says=says
         )
         self.now = agreed.now
@@ -342,66 +315,28 @@ class CacheScheduler:
     def _waiting(self) -> bool:
         """Whether anything waits for the ranks to agree: a copy or probe in flight, or an engine that computes
         nothing."""
-        return self.in_flight() or not any(lease.ready for lease in self.core.leases.values())
-
-    def in_flight(self) -> bool:
-        """Whether a copy or probe is in flight."""
-        return bool(self.core.copies.ops)
+        return bool(self.core.copies.ops) or not any(lease.ready for lease in self.core.leases.values())
 
     def take(self) -> list[Order]:
         """The orders since the last call, for the worker to carry out in this order."""
         orders, self._orders = [*self._orders, *self.core.take()], []
-        for order in orders if self.ranks > 1 else ():
+        for order in orders if self.agreement.ranks > 1 else ():
             if not isinstance(order, ChangeMade | ChangeRefused):  # of what only this rank may have proposed
-                self._agreement.note(canonical(order))
+                self.agreement.note(canonical(order))
         return orders
 
-    def note(self, decided: bytes) -> None:
-        """Something that the engine of this rank has decided: those of all ranks have to decide alike."""
-        self._agreement.note(decided)
-
-    def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS) -> int:
-        """Evict every unpinned page from memory tiers; returns how many went at once."""
-        return self.core.flush(tiers)
-
-    def retry(self) -> None:
-        """End the back-off of stores: one is tried in the next step."""
-        self.core.retry()
-
-    def cleared(self) -> None:
-        """The storage has been emptied: pages in memory are dirty again, by the policy."""
-        self.core.cleared()
-
-    def back_up(self) -> None:
-        """Mark all pages in memory dirty, whatever the write policy."""
-        self.core.back_up()
-
-    def idle(self) -> bool:
-        """Whether no copy is in flight, except to or from a storage that is gone or down, and no pending backup can be
-        sent."""
-        return self.core.idle()
-
-    def dirty(self) -> int:
-        """How many pages in memory are dirty; 0 without a storage, but not with one that is down."""
-        return self.core.dirty()
-
-    def patience_ends(self) -> float:
-        """The earliest deadline of a claimed lease that still waits: it then goes on with the pages that it has."""
-        return self.core.patience_ends()
-
-    def fail(self, why: str) -> str:
-        """This rank cannot go on: the others are told; which rank is at fault, and why."""
-        return self._agreement.fail(why)
+    def moved(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The device's extents that have left a pool since the last call, and those that have joined one (see
+        `Extents.moved`)."""
+        extents = self.core.slot_pools.extents[0]
+        if extents is None or Tier.DEVICE not in self.core.config.slots:
+            return [], []
+        return extents.moved()
 
     @property
     def storage_up(self) -> bool:
         """Whether a storage is attached and answers, by what the ranks agreed on."""
         return self.core.copies.storage
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks, each with a scheduler, share this cache."""
-        return self._agreement.ranks
 
     # --- changes of the storage
 
@@ -437,16 +372,6 @@ class CacheScheduler:
 
     # --- figures
 
-    @property
-    def counters(self) -> Counters:
-        """Totals since the start, in pages."""
-        return self.core.counters
-
-    @property
-    def ages(self) -> Ages:
-        """How long pages stay in memory, and requests wait for storage."""
-        return self.core.slot_pools.ages
-
     def stats(self) -> dict[str, float]:
         """Counters, levels and sizes by name; a lookback of 0 stands for all pages. Where pools share a tier, `slots`
         are what a pool has of it now, and `most` what it can have."""
@@ -476,14 +401,6 @@ class CacheScheduler:
         stats["stores_refused"] = self.core.backups.refused
         stats["leases"] = len(self.core.leases)
         return stats
-
-    def watch(self) -> None:
-        """Count what requests resume from (see `Core.watch`)."""
-        self.core.watch()
-
-    def tell(self) -> Residency:
-        """Have told what enters and leaves each tier (see `Core.tell`)."""
-        return self.core.tell()
 
     def audit(self) -> None:
         """Check the laws of the core (`core/audit.py`), page by page. BrokenLaw, an assertion: a bug."""

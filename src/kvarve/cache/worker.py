@@ -35,6 +35,7 @@ from kvarve.pages.sizes import format_size
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage
 from kvarve.storage.urls import allocate, backend_of, only_read, parse_urls
 from kvarve.transfer.compression import Compressed, buffers_bytes, compressing, totals
+from kvarve.transfer.flows import LANES, Flow
 from kvarve.transfer.storage_connection import CLOSE_S, StorageConnection, open_guarded
 from kvarve.transfer.transfer_engine import TransferEngine
 
@@ -358,6 +359,10 @@ class CacheWorker:
         moment. StorageError: the storage cannot tell."""
         attached = self.attached
         return attached.connection.usage() if attached is not None else None
+
+    def flows(self) -> dict[str, Flow]:
+        """What each lane has moved, by its name."""
+        return {LANES[edge]: flow for edge, flow in self.transfers.flows.items()}
 
     def stats(self) -> dict[str, float]:
         """The figures of each lane, by name."""

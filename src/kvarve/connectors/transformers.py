@@ -16,13 +16,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvarve.cache.config import CacheConfig
-from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken
 from kvarve.core.requests.lease import Lease
 from kvarve.errors import Broken, ConfigError
-from kvarve.reference.engine.fatal_errors import fatal_assertions, fatal_errors
 from kvarve.reference.engine.identity import Marks, identity_of
 from kvarve.reference.engine.model import forward, token_limit
-from kvarve.reference.engine.prefill import keep, resumed, wait_for_room
+from kvarve.reference.engine.paging import keep, resumed, wait_for_room
 from kvarve.reference.engine.stepwise import make_resumable
 from kvarve.reference.engine.workspace import StateLayout, Workspace
 from kvarve.reference.engine.wrappers import require_causal
@@ -52,7 +51,6 @@ class PrefixCachedModel:
         self.identity = identity_of(model, self.layout)
         self._marks = Marks.of(model)
         self.cache = PrefixCache(self.identity, config, device=str(model.device))
-        self._cache = fatal_errors(self.cache)
         self.cached_tokens = 0  # of the last prompt
         self.broken = ""  # why it cannot be used any more: no page can be trusted
 
@@ -73,7 +71,7 @@ class PrefixCachedModel:
         self._marks.require_same(self.model)
         prompt = input_ids[0].tolist()
         with self._told():
-            lease = self._cache.open(prompt, salt)
+            lease = self.cache.open(prompt, salt)
         try:
             with self._told():
                 workspace = self._computed(lease, input_ids, len(prompt) + max_new_tokens)
@@ -81,29 +79,29 @@ class PrefixCachedModel:
         finally:
             if not self.broken:
                 with self._told():
-                    self._cache.close(lease)
-                    self._cache.step()
+                    self.cache.close(lease)
+                    self.cache.step()
 
     def _computed(self, lease: Lease, input_ids: Tensor, max_tokens: int) -> Workspace:
         """A workspace with all of a prompt's whole chunks; those that were computed are kept."""
-        while not self._cache.claim(lease):
-            self._cache.wait(0.05)
-            self._cache.step()
-        workspace = resumed(self._cache, lease, self.layout, max_tokens, self.model.device)
+        while not self.cache.claim(lease):
+            self.cache.wait(0.05)
+            self.cache.step()
+        workspace = resumed(self.cache, lease, self.layout, max_tokens, self.model.device)
         self.cached_tokens = workspace.tokens
         # The last token is left to `generate`, which needs one to start from.
         while (stop := workspace.tokens + self.layout.chunk_tokens) < input_ids.shape[1]:
             forward(self.model, workspace, input_ids[:, workspace.tokens : stop])
             self._marks.require_same(self.model)
-            wait_for_room(self._cache, lease, workspace)
-            with fatal_assertions():
-                keep(self._cache, lease, workspace)
+            wait_for_room(self.cache, lease, workspace)
+            keep(self.cache, lease, workspace)
         return workspace
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         try:
-            yield
+            with bugs_as_broken():
+                yield
         except Broken as e:
             self.broken = f"the cache has failed: {e}"
             raise

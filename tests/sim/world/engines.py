@@ -47,7 +47,7 @@ class Order(Task):
 
 
 class Pages:
-    """The world behind the scheduler's Cache protocol."""
+    """The world behind the scheduler's protocols."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -95,8 +95,10 @@ class Shop:
         core = self.world.core
         self.again, self.turn_tokens = again, turn_tokens
         self.page, self.chunk = core.config.page_tokens, core.config.chunk_tokens
+        pages = Pages(self.world)
         self.scheduler: Scheduler[Order] = Scheduler(
-            Pages(self.world),
+            pages,
+            pages,
             max_running=places,
             page_tokens=self.page,
             chunk_tokens=self.chunk,

@@ -231,7 +231,7 @@ class BlockPlanner:
         standing.allocated = True
         if not external:
             if lease.phase is Phase.OFFERED:
-                self._scheduler.load(lease, [{} for _ in self._groups])
+                self._scheduler.blocks.load(lease, [{} for _ in self._groups])
             elif lease.phase is not Phase.READY:
                 self._close(request.request_id)
                 self._open(request, standing.salt, standing.computed, False).allocated = True
@@ -245,7 +245,7 @@ class BlockPlanner:
             found = {at: group.of(rows[group.number], at, self._page) for at in members(pages)}
             assert all(len(blocks) == self._pieces[pool] for blocks in found.values()), "a page has all its blocks"
             targets.append({at: handle_of(blocks) for at, blocks in found.items()})
-        self._scheduler.load(lease, targets)
+        self._scheduler.blocks.load(lease, targets)
         (op,) = lease.ops
         self._loads[op] = request.request_id
 
@@ -272,7 +272,7 @@ class BlockPlanner:
             if self._tells and isinstance(order, Copy) and order.target is Tier.HOST:
                 self._note(order)
             if isinstance(order, Copy) and Tier.DEVICE in (order.source, order.target):
-                lease = self._scheduler.waiting_for(order.op) if salted else None
+                lease = self._scheduler.core.copies.ops[order.op].lease if salted else None
                 if lease is not None and lease.number in salted:
                     plan.salts[order.op] = salted[lease.number]
                 for page in order.pages:
@@ -317,7 +317,7 @@ class BlockPlanner:
                 standing.salt = None
             else:
                 self._close(request_id)
-        self._scheduler.flush((Tier.HOST,))
+        self._scheduler.core.flush((Tier.HOST,))
 
     def loaded(self) -> dict[str, tuple[Request, str | None]]:
         """The requests for which pages have been loaded, or are being loaded, and nothing has been computed since; and
@@ -341,7 +341,7 @@ class BlockPlanner:
 
     def idle(self) -> bool:
         """Whether no copy is in flight and none is due."""
-        return not self._loads and self._scheduler.idle()
+        return not self._loads and self._scheduler.core.idle()
 
     # --- behind it
 
@@ -357,7 +357,7 @@ class BlockPlanner:
                 standing.claimed = 0
             if standing.allocated and standing.lease.ready and standing.request.request_id not in self._explained:
                 self._explain(standing)
-        for release in self._scheduler.released():
+        for release in self._scheduler.blocks.released():
             for pool, handle in release.pages:
                 self._freed += self._blocks(pool, handle)
 
@@ -376,7 +376,7 @@ class BlockPlanner:
     def _explain(self, standing: _Standing) -> None:
         """Count why a request's tokens were cached or not; of one that is preempted or fails to load, once."""
         self._explained.add(standing.request.request_id)
-        self.reasons.update(self._scheduler.explain(standing.lease))
+        self.reasons.update(self._scheduler.core.explain(standing.lease))
 
     def _blocks(self, pool: int, handle: int) -> list[int]:
         return [block for block in blocks_of(handle, self._pieces[pool]) if block != NULL_BLOCK]
@@ -438,14 +438,14 @@ class BlockPlanner:
                     if len(blocks) == pieces and NULL_BLOCK not in blocks:
                         mine[at] = handle_of(blocks)
             pages.append(mine)
-        self._scheduler.save(lease, pages)
+        self._scheduler.blocks.save(lease, pages)
         standing.offered = max(full, standing.offered)
-        standing.landed = max(standing.landed, self._scheduler.kept(lease, coming=False))
-        standing.saved = max(standing.landed, min(standing.offered, self._scheduler.kept(lease)))
+        standing.landed = max(standing.landed, self._scheduler.blocks.kept(lease, coming=False))
+        standing.saved = max(standing.landed, min(standing.offered, self._scheduler.blocks.kept(lease)))
 
     def _note(self, copy: Copy) -> None:
         """Remember what a copy brings to the host, to tell it when it has ended."""
-        lease = self._scheduler.waiting_for(copy.op)
+        lease = self._scheduler.core.copies.ops[copy.op].lease
         standing = next((each for each in self._standing.values() if each.lease is lease), None)
         if lease is None or standing is None:
             return
@@ -466,4 +466,4 @@ class BlockPlanner:
     def _close(self, request_id: str) -> None:
         standing = self._standing.pop(request_id, None)
         if standing is not None:
-            self._scheduler.close(standing.lease)
+            self._scheduler.core.close(standing.lease)

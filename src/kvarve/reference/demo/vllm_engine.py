@@ -96,7 +96,7 @@ class Engine:
         self.drain()
         assert self.llm.reset_prefix_cache(), "a block is still in use"
         if host:
-            self.core.scheduler.connector._scheduler_side.scheduler.flush((Tier.HOST,))
+            self.core.scheduler.connector._scheduler_side.scheduler.core.flush((Tier.HOST,))
 
     def _sources(self) -> dict[str, float]:
         return {

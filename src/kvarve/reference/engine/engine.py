@@ -73,10 +73,10 @@ class Engine(Turns):
         self.admin = Admin(
             cache,
             self.ask,
-            lambda: self.ask(cache.scheduler.cleared, ASK_S, Cleared()),
+            lambda: self.ask(cache.scheduler.core.cleared, ASK_S, Cleared()),
             lambda order: self._tell(Detach() if order is None else Attach(*order)),
         )
-        self.flushes = Flushes(self._cache, self.ask, lambda: self._ended)
+        self.flushes = Flushes(cache.scheduler.core, self.ask, lambda: self._ended)
         self._changing = threading.Lock()  # of ranks that are told to: one change after the other
         self._left_s = 0.0  # for the backups, once the last turn is over
 
@@ -93,7 +93,7 @@ class Engine(Turns):
     def _checked(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> NDArray[np.int64]:
         """The prompt's ids [tokens], if it can be answered with each of these samplings."""
         vocabulary = self.model.model.get_input_embeddings().num_embeddings
-        ids, capacity = check_prompt(prompt, vocabulary), self.cache.capacity_tokens()
+        ids, capacity = check_prompt(prompt, vocabulary), self.cache.scheduler.capacity_tokens()
         for sampling in samplings:
             check_tokens(sampling, vocabulary)
             if len(ids) + sampling.max_tokens > self.model.max_tokens:
@@ -135,10 +135,10 @@ class Engine(Turns):
                 ways = [each.sampling for each in requests if each.prompt is one.prompt]
                 checked[same] = self._checked(one.prompt, ways)
             if (same, one.salt) not in known:
-                known[same, one.salt] = self.cache.prompt(checked[same], one.salt)
+                known[same, one.salt] = self.cache.scheduler.prompt(checked[same], one.salt)
             if one.ticket is not None:
-                self.cache.check_ticket(one.ticket, known[same, one.salt])
-            if (one.ticket is not None or one.hand_over_s is not None) and self.cache.attached is None:
+                self.cache.scheduler.check_ticket(one.ticket, known[same, one.salt])
+            if (one.ticket is not None or one.hand_over_s is not None) and self.cache.worker.attached is None:
                 raise HandOverError("a prompt is handed over through a storage that both servers share: attach one")
         if len(requests) > limit:
             raise ConfigError(f"{len(requests)} requests at once are more than the {limit} that the engine takes")
@@ -153,9 +153,9 @@ class Engine(Turns):
             for one in requests:
                 self._accepted[one.number] = one
                 prompt = known[id(one.prompt), one.salt]
-                order = Submitted.of(seeded(one)) if self.cache.ranks > 1 else None
+                order = Submitted.of(seeded(one)) if self.cache.identity.ranks > 1 else None
                 self._calls.put(Call(order, partial(self._enqueue, one, prompt)))
-        self.cache.wake()
+        self.cache.worker.wake()
         return request
 
     @property
@@ -167,7 +167,7 @@ class Engine(Turns):
         """End a request; its last output has Finish.ABORT."""
         with self._lock:
             self._calls.put(Call(Aborted(request.number), partial(self._abort, request)))
-        self.cache.wake()
+        self.cache.worker.wake()
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 60.0) -> int:
         """Evict all unpinned pages from memory tiers, after the backups under way; storage stays.
@@ -179,10 +179,10 @@ class Engine(Turns):
 
     def settle(self, timeout_s: float = 60.0) -> bool:
         """Wait until all backups are written; False if there are dirty pages after that."""
-        cache, end = self.cache, time.monotonic() + timeout_s
+        core, end = self.cache.scheduler.core, time.monotonic() + timeout_s
         while True:
             left_s = max(end - time.monotonic(), TURN_S)
-            idle, dirty = self.ask(lambda: (cache.idle(), cache.idle() and cache.dirty()), left_s)
+            idle, dirty = self.ask(lambda: (core.idle(), core.idle() and core.dirty()), left_s)
             if idle or time.monotonic() >= end:
                 return idle and not dirty
             time.sleep(POLL_S)
@@ -194,7 +194,7 @@ class Engine(Turns):
             if not self._stopping.is_set():
                 self._calls.put(Call(stop := Stop(timeout_s), partial(self._do, stop)))
             self._stopping.set()
-        self.cache.wake()
+        self.cache.worker.wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         if self._thread.is_alive():  # only that thread may use the cache; the storage is consistent at any time
@@ -202,7 +202,8 @@ class Engine(Turns):
             self._notify_all()
             return
         self._close_up()  # here too, for an engine that was never started
-        left_s = max(0.0, end - time.monotonic()) if self.cache.ranks == 1 else timeout_s  # on all ranks the same
+        alone = self.cache.identity.ranks == 1
+        left_s = max(0.0, end - time.monotonic()) if alone else timeout_s  # on all ranks the same
         self.cache.shutdown(left_s, store=not self.broken)
 
     def ends(self, within_s: float) -> bool:
@@ -255,7 +256,7 @@ class Engine(Turns):
             if self._ended:
                 raise Busy(self.broken or "the engine has stopped")
             self._calls.put(Call(order, call, answer.set_running_or_notify_cancel))
-        self.cache.wake()
+        self.cache.worker.wake()
         try:
             return answer.result(timeout_s)
         except TimeoutError:
@@ -265,9 +266,9 @@ class Engine(Turns):
 
     def _tell(self, order: Input) -> None:
         """Have the other ranks do something that this one does by itself."""
-        if self.cache.ranks > 1 and not self.cache.rank:
+        if self.cache.identity.ranks > 1 and not self.cache.rank:
             self._calls.put(Call(order, lambda: None))
-            self.cache.wake()
+            self.cache.worker.wake()
 
     # --- on the engine's thread
 
@@ -275,7 +276,7 @@ class Engine(Turns):
         try:
             while not self._last:
                 if not self._turn() and not self._last:
-                    self._cache.wait(IDLE_S)
+                    self.cache.wait(IDLE_S)
         except BaseException as e:  # noqa: BLE001  every waiting caller is told, rather than left to hang
             self._break(e)
         self._close_up()
@@ -285,13 +286,13 @@ class Engine(Turns):
             case Submitted():
                 request = order.request()
                 self._accepted[request.number] = request
-                self._enqueue(request, self.cache.prompt(request.prompt, request.salt))
+                self._enqueue(request, self.cache.scheduler.prompt(request.prompt, request.salt))
             case Aborted(number) if number in self._accepted:
                 self._abort(self._accepted[number])
             case Evict():
-                self._cache.evict(order.of())
+                self.cache.scheduler.core.flush(order.of())
             case Cleared():
-                self._cache.scheduler.cleared()
+                self.cache.scheduler.core.cleared()
             case Stop(left_s):
                 self._last, self._left_s = True, left_s
             case Attach() | Detach():  # it takes long, and asks the engine's thread in the end
@@ -309,7 +310,8 @@ class Engine(Turns):
 
     def _break(self, why: BaseException) -> None:
         log.critical("the engine has stopped", exc_info=why)
-        what = self.cache.fail(str(why) if isinstance(why, Broken) else f"{type(why).__name__}: {why}")
+        text = str(why) if isinstance(why, Broken) else f"{type(why).__name__}: {why}"
+        what = self.cache.scheduler.agreement.fail(text)
         with self._lock:
             self.broken = self.broken or f"the engine has stopped: {what}"
 

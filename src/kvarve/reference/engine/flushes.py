@@ -19,10 +19,10 @@ TURN_S = 1.0  # that the engine's thread has for a question at least: it may be 
 
 
 class Pages(Protocol):
-    """What a flush needs of a cache, on the engine's thread."""
+    """What a flush needs of a core, on the engine's thread."""
 
     def idle(self) -> bool: ...
-    def evict(self, tiers: Sequence[Tier]) -> int: ...
+    def flush(self, tiers: Sequence[Tier]) -> int: ...
 
 
 class _Flush:
@@ -92,7 +92,7 @@ class Flushes:
                 if over := time.monotonic() >= flush.by_s:
                     self._end(what, flush)  # who asks from now on begins another
                 asked = flush.asked
-            pages, idle = self._asked(flush, lambda: (self._pages.evict(what.of()), self._pages.idle()), what)
+            pages, idle = self._asked(flush, lambda: (self._pages.flush(what.of()), self._pages.idle()), what)
             with self._lock:
                 flush.gone += pages
                 # Under write-back a page is copied down before it is evicted; who joined asks for a later eviction.

@@ -1,8 +1,9 @@
-"""A request's paged state: chains are read and written in the device arena by block tables, and never copied.
+"""Between a request's workspace and the cache: pages in before prefill, out at each line of the grid.
 
-Cached pages are read in place by all requests that share them; computed tokens go into slots of the request's own,
-which the tree takes over when they are published. Windows and recurrent states do not grow with a sequence, so each
-request has working copies, in tensors that never move, so that rows of a batch can be views of one tensor.
+In the engine chains are read and written in the device arena by block tables, and never copied. Cached pages are read
+in place by all requests that share them; computed tokens go into slots of the request's own, which the tree takes over
+when they are published. Windows and recurrent states do not grow with a sequence, so each request has working copies,
+in tensors that never move, so that rows of a batch can be views of one tensor.
 
 A request may resume while its pages, or pages that it shares, are still being copied to the device. Each layer then
 waits for its own part, and copies its windows and states, when the model first uses it.
@@ -17,12 +18,54 @@ from torch import Tensor
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.requests.lease import Lease
+from kvarve.errors import Broken
 from kvarve.pages import boundaries
 from kvarve.pages.pools import BufferSpec, PoolSpec
 from kvarve.reference.engine.layers import Tape
-from kvarve.reference.engine.prefill import keep
 from kvarve.reference.engine.workspace import StateLayout, Workspace, window_capacity
 from kvarve.transfer.arrivals import Arrival
+
+GROW_WAIT_S = 0.5  # for evictions in flight; then a request goes on without keeping its pages
+
+
+def resumed(
+    cache: PrefixCache, lease: Lease, layout: StateLayout, max_tokens: int, device: torch.device | str
+) -> Workspace:
+    """A workspace for `max_tokens` that resumes where a ready lease's pages end."""
+    workspace = Workspace(layout, max_tokens, device)
+    for arrival in cache.worker.transfers.arrivals():
+        arrival.wait_all()
+    for pool, (positions, slots) in cache.pages(lease).items():
+        if positions:
+            workspace.load(pool, positions, cache.worker.arena(pool), slots)
+    workspace.resume(lease.boundary)
+    cache.scheduler.core.resumed(lease)
+    return workspace
+
+
+def room_comes(cache: PrefixCache, lease: Lease, layout: StateLayout, tokens: int) -> bool:
+    """Whether evictions in flight will free slots for the pages up to a line of the grid at `tokens`."""
+    upto = min(tokens // layout.page_tokens, cache.scheduler.core.keepable(lease))
+    return tokens % layout.grid_tokens == 0 and upto > lease.grown and cache.scheduler.core.short(lease, upto)
+
+
+def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
+    """Wait a moment for slots to `keep` pages in, on a thread that has nothing else to do."""
+    end = cache.clock() + GROW_WAIT_S
+    while room_comes(cache, lease, workspace.layout, workspace.tokens) and cache.clock() < end:
+        cache.wait(0.01)
+        cache.step()
+
+
+def keep(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
+    """Publish the computed pages, if they end at a line of the grid."""
+    layout = workspace.layout
+    upto = min(workspace.tokens // layout.page_tokens, cache.scheduler.core.keepable(lease))
+    if workspace.tokens % layout.grid_tokens or upto <= lease.grown:
+        return
+    for pool, fresh in cache.grow(lease, upto).items():
+        workspace.save(pool, [*fresh], cache.worker.arena(pool), [*fresh.values()])
+    cache.publish(lease, lease.grown)
 
 
 class Table:
@@ -129,17 +172,17 @@ class PagedWorkspace(Workspace):
     @classmethod
     def resumed(cls, cache: PrefixCache, lease: Lease, layout: StateLayout, max_tokens: int) -> "PagedWorkspace":
         """A workspace that resumes where a ready lease's pages end, in the slots that the lease has."""
-        arenas = {pool.name: cache.arena(pool.name) for pool in layout.pools if pool.lookback is None}
-        device = next(iter(cache.arena(layout.pools[0].name).values())).device
+        arenas = {pool.name: cache.worker.arena(pool.name) for pool in layout.pools if pool.lookback is None}
+        device = next(iter(cache.worker.arena(layout.pools[0].name).values())).device
         workspace = cls(layout, max_tokens, device, arenas)
         workspace.take_seats(cache, lease, 0)
         for pool, (positions, slots) in cache.pages(lease).items():
             if positions and pool not in arenas:
-                workspace.load(pool, positions, cache.arena(pool), slots)
+                workspace.load(pool, positions, cache.worker.arena(pool), slots)
             elif positions:
                 workspace._loaded[pool] = boundaries.ones(lease.boundary)
         workspace.resume(lease.boundary)
-        workspace._on_arrival = lambda: cache.resumed(lease)
+        workspace._on_arrival = lambda: cache.scheduler.core.resumed(lease)
         if not workspace._arrivals:
             workspace.arrived()
         return workspace
@@ -183,8 +226,8 @@ class PagedWorkspace(Workspace):
         for number, pool in enumerate(self.layout.pools):
             if table := self.tables.get(pool.name):
                 foreign = lease.seen[number] & ~boundaries.ones(lease.boundary)
-                table.put(start, cache.block_table(lease, pool.name, start), foreign)
-        self._expect(cache.arrivals())  # other requests' pages may be among these
+                table.put(start, cache.scheduler.core.block_table(lease, number, start), foreign)
+        self._expect(cache.worker.transfers.arrivals())  # other requests' pages may be among these
 
     def keep(self, cache: PrefixCache, lease: Lease) -> None:
         """Publish the computed pages, if they end at a line of the grid. The tree owns them then."""
@@ -222,7 +265,8 @@ class PagedWorkspace(Workspace):
         self.arrived()
         if pool_name in self.tables:
             here = self.tables[pool_name].slots
-            assert all(here[at] == slot for at, slot in zip(positions, slots, strict=True)), "a page moved"
+            if any(here[at] != slot for at, slot in zip(positions, slots, strict=True)):
+                raise Broken("a page moved")
             return
         super().save(pool_name, positions, arena, slots)
 

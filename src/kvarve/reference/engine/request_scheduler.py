@@ -23,7 +23,15 @@ NEVER = 1 << 62  # `admitted_seq` of a request that has never been admitted
 
 
 class Cache(Protocol):
-    """What the scheduler needs of a cache (`CacheScheduler` says what each does)."""
+    """Holds and frees the pages of leases (see `PrefixCache`)."""
+
+    def claim(self, lease: Lease) -> bool: ...
+    def reserve(self, lease: Lease, upto: int) -> bool: ...
+    def close(self, lease: Lease) -> None: ...
+
+
+class Memory(Protocol):
+    """Knows which pages are where, and what room there is (see `CacheScheduler`)."""
 
     def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand: ...
     def device_state(self) -> object: ...
@@ -32,10 +40,7 @@ class Cache(Protocol):
     def found(self, lease: Lease) -> int: ...
     def shape(self) -> int: ...
     def shared_prefix(self, ahead: Lease, behind: Lease) -> int: ...
-    def claim(self, lease: Lease) -> bool: ...
-    def reserve(self, lease: Lease, upto: int) -> bool: ...
     def mark(self, lease: Lease, boundary: int) -> bool: ...
-    def close(self, lease: Lease) -> None: ...
 
 
 class Task:
@@ -132,6 +137,7 @@ class Scheduler(Generic[Each]):
     def __init__(
         self,
         cache: Cache,
+        memory: Memory,
         *,
         max_running: int,
         page_tokens: int,
@@ -144,7 +150,7 @@ class Scheduler(Generic[Each]):
     ) -> None:
         """`reopen` opens a new lease for a request that waits again, and sets its `prefill_until`. `begin` gets each
         request that runs from now on, `stop` each that is preempted, `fail` each for which no slots come free."""
-        self.cache, self.max_running = cache, max_running
+        self._cache, self._memory, self.max_running = cache, memory, max_running
         self._page, self._chunk = page_tokens, chunk_tokens
         self._reopen, self._begin, self._stop, self._fail, self._clock = reopen, begin, stop, fail, clock
         self.waiting: WaitingQueue[Each] = WaitingQueue()
@@ -200,7 +206,7 @@ class Scheduler(Generic[Each]):
             return False
         heads, state = self._heads(), self._state()
         asked = [(task.lease, self._pages(task.length)) for task in (*self.loading, *line)]
-        available, all_needs = self.cache.demand(asked)
+        available, all_needs = self._memory.demand(asked)
         for needs in all_needs[: len(self.loading)]:
             available = [slots - need for slots, need in zip(available, needs, strict=True)]
         wanted = all_needs[len(self.loading) :]
@@ -212,7 +218,7 @@ class Scheduler(Generic[Each]):
         ahead = [lease.done for leases in heads.values() for lease in leases]
         phases = [(task.lease.number, task.lease.phase) for task in line]
         rejected = [self._is_rejected(task, state, needs) for task, needs in zip(line, wanted, strict=True)]
-        seen = state, available, growth, wanted, self.cache.shape(), ahead, phases, rejected
+        seen = state, available, growth, wanted, self._memory.shape(), ahead, phases, rejected
         if seen == self._refused:
             return False
         running = [
@@ -248,7 +254,7 @@ class Scheduler(Generic[Each]):
 
     def _admit_one(self, task: Each, not_delayed: list[Each]) -> None:
         """Admit a request, unless its policy is to wait for storage all the same."""
-        self.cache.claim(task.lease)
+        self._cache.claim(task.lease)
         if task.lease.on_device:
             self.waiting.go(task, not_delayed)
             self.loading.append(task)
@@ -266,7 +272,7 @@ class Scheduler(Generic[Each]):
             again = task.stalled_s is not None
             task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
             patient = self._clock() - task.stalled_s < STALL_S
-            if patient and self.cache.making_room():
+            if patient and self._memory.making_room():
                 return
             if self.running:
                 before, resumed = self._needs(task), task.lease.boundary
@@ -282,7 +288,7 @@ class Scheduler(Generic[Each]):
                 self._fail(task, STALLED)
             elif again:  # its own pins may hold what came to the device since it became ready
                 self._wait_again(task)
-                self.cache.claim(task.lease)
+                self._cache.claim(task.lease)
             return
         self.loading.remove(task)
         self.running.append(task)
@@ -299,12 +305,12 @@ class Scheduler(Generic[Each]):
 
     def _take_slots(self, task: Each) -> bool:
         pages = self._pages(task.length)
-        if self.cache.reserve(task.lease, pages):
+        if self._cache.reserve(task.lease, pages):
             return True
-        if self.running or self.cache.making_room():
+        if self.running or self._memory.making_room():
             return False
         self._release_others(task)  # slots have become fewer, and only waiting requests can give some back
-        return self.cache.reserve(task.lease, pages)
+        return self._cache.reserve(task.lease, pages)
 
     def _reclaim(self) -> bool:
         """Nothing runs: release the slots of other waiting requests for the first. Whether to decide again."""
@@ -339,12 +345,12 @@ class Scheduler(Generic[Each]):
         return bool(loading or holders)
 
     def _needs(self, task: Each) -> list[int]:
-        return self.cache.demand([(task.lease, self._pages(task.length))]).needs[0]
+        return self._memory.demand([(task.lease, self._pages(task.length))]).needs[0]
 
     def _state(self) -> object:
         """What has to change, or else the request's needs, before a rejected request is tried again."""
         # Probes are not part of it: each try sends one, so two denied requests would retry each other for ever.
-        return self.cache.device_state(), len(self.running), len(self.loading)
+        return self._memory.device_state(), len(self.running), len(self.loading)
 
     def _is_rejected(self, task: Each, state: object, needs: list[int]) -> bool:
         """Whether a request got fewer slots than seemed available, and would again."""
@@ -352,7 +358,7 @@ class Scheduler(Generic[Each]):
 
     def _resumes_at(self, task: Each) -> int:
         """Where a request would resume: the windows and states there, which it would pin, may be what it lacked."""
-        return self.cache.found(task.lease) if task.lease.reads else 0
+        return self._memory.found(task.lease) if task.lease.reads else 0
 
     # --- what a request would find and need
 
@@ -371,11 +377,11 @@ class Scheduler(Generic[Each]):
 
     def _found(self, task: Each) -> int:
         """How many pages a waiting request would find in memory."""
-        lease, shape = task.lease, self.cache.shape()
+        lease, shape = task.lease, self._memory.shape()
         if not lease.reads:
             return 0
         if task.found[0] != shape:
-            task.found = shape, self.cache.found(lease)
+            task.found = shape, self._memory.found(lease)
         return max(lease.promised, task.found[1])
 
     def _waits(self, task: Each, heads: Mapping[tuple[bytes, bytes], list[Lease]], fetching: int) -> bool:
@@ -404,11 +410,11 @@ class Scheduler(Generic[Each]):
         That ends when it has published so far or has closed, so no request waits for ever.
         """
         if other.number not in task.shared_prefixes:
-            task.shared_prefixes[other.number] = self.cache.shared_prefix(other, task.lease)
+            task.shared_prefixes[other.number] = self._memory.shared_prefix(other, task.lease)
         shared_prefix = task.shared_prefixes[other.number]
-        if shared_prefix <= other.done or shared_prefix <= self.cache.found(task.lease):
+        if shared_prefix <= other.done or shared_prefix <= self._memory.found(task.lease):
             return False
-        return not other.ready or self.cache.mark(other, shared_prefix)
+        return not other.ready or self._memory.mark(other, shared_prefix)
 
     # --- slots for running requests
 
@@ -416,18 +422,18 @@ class Scheduler(Generic[Each]):
         """Whether a running request has a slot for one more token, if need be after preempting others."""
         upto = task.computed // self._page + 1
         while task.reserved_pages < upto:
-            if self.cache.reserve(task.lease, upto):
+            if self._cache.reserve(task.lease, upto):
                 task.reserved_pages, task.stalled_s = upto, None
                 break
             task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
             patient = self._clock() - task.stalled_s < STALL_S
-            if patient and self.cache.making_room():
+            if patient and self._memory.making_room():
                 return False
             holders = [*reversed(self.loading), *self.running]
             if len(holders) == 1:  # only waiting requests and copies can give some back
                 if self._release_others(task):
                     continue
-                if patient and self.cache.copying():
+                if patient and self._memory.copying():
                     return False
             last = holders[youngest([each.admitted_seq for each in holders])]
             self.preempt(last)
@@ -453,7 +459,7 @@ class Scheduler(Generic[Each]):
 
     def _wait_again(self, task: Each) -> None:
         """Wait again, with a new lease."""
-        self.cache.close(task.lease)
+        self._cache.close(task.lease)
         task.reserved_pages, task.found = 0, (-1, 0)
         task.shared_prefixes.clear()
         task.lease = self._reopen(task)

@@ -17,19 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken
 from kvarve.cache.scheduler import Prompt
 from kvarve.core.requests.lease import Lease
 from kvarve.errors import Broken
 from kvarve.pages.ticket import Ticket
 from kvarve.reference.engine.batch import Batch, batches, by_length, spare_tokens
 from kvarve.reference.engine.counts import EngineCounts
-from kvarve.reference.engine.fatal_errors import fatal_assertions, fatal_errors
 from kvarve.reference.engine.inputs import Input, decode, encode
 from kvarve.reference.engine.job import Job, find_stop, held_back
 from kvarve.reference.engine.model import LoadedModel, forward
-from kvarve.reference.engine.paging import PagedWorkspace
-from kvarve.reference.engine.prefill import GROW_WAIT_S, room_comes
+from kvarve.reference.engine.paging import GROW_WAIT_S, PagedWorkspace, room_comes
 from kvarve.reference.engine.request_scheduler import Scheduler, within
 from kvarve.reference.engine.requests import Finish, Likelihood, OutputChunk, Request, TokenUsage
 from kvarve.reference.engine.sampling import choose_all, likelihood
@@ -53,9 +51,8 @@ class Turns:
         self, model: LoadedModel, cache: PrefixCache, *, max_running: int, turn_tokens: int, deterministic: bool
     ) -> None:
         self.model, self.cache, self.deterministic = model, cache, deterministic
-        self._cache = fatal_errors(cache)
-        if cache.ranks == 1:
-            cache.load_by_layers()  # of several ranks none knows which layers have come on the others
+        if cache.identity.ranks == 1:
+            cache.worker.transfers.layerwise = True  # of several ranks none knows which layers have come on the others
         self.counts = EngineCounts()
         self._turn_tokens = turn_tokens
         self.batches = not deterministic and batches(model.model, model.layout)
@@ -63,7 +60,8 @@ class Turns:
         self._spare = spare_tokens(model.model, model.layout)
         self._batches: dict[tuple[PagedWorkspace, ...], Batch] = {}  # of the last turn
         self.scheduler: Scheduler[Job] = Scheduler(
-            self._cache,
+            cache,
+            cache.scheduler,
             max_running=max_running,
             page_tokens=model.layout.page_tokens,
             chunk_tokens=model.layout.chunk_tokens,
@@ -93,7 +91,7 @@ class Turns:
             if call.begins():
                 self._taken.append(call)
                 inputs += () if call.order is None else (call.order,)
-        return encode(inputs) if self.cache.ranks > 1 else b""
+        return encode(inputs) if self.cache.identity.ranks > 1 else b""
 
     def _run_calls(self, said: bytes) -> None:
         """Do what was asked for; on any rank but the first, what rank 0 says."""
@@ -109,7 +107,7 @@ class Turns:
     def _turn(self) -> bool:
         """One turn; False if there was nothing to compute."""
         # First: it clears the wake-up flag, so a call that sets it later is not slept through.
-        self._run_calls(self._cache.step(self._take_calls))
+        self._run_calls(self.cache.step(self._take_calls))
         if self._last:
             return False
         before = self.counts.computed_tokens + self.counts.output_tokens
@@ -144,7 +142,8 @@ class Turns:
         if job.workspace is None and compute != self._resume:
             return  # it has ended or was preempted in this very turn
         try:
-            compute(job)
+            with bugs_as_broken():
+                compute(job)
         except Broken:
             raise
         except Exception as e:  # one request's error (memory, a broken kernel) is not the others'
@@ -157,7 +156,7 @@ class Turns:
         if self._ended:
             return  # `_notify_all` tells it
         first = None if request.sample_of is None else self._jobs.get(request.sample_of)
-        lease = self._cache.open(
+        lease = self.cache.open(
             prompt,
             read=request.read_cache,
             priority=request.priority,
@@ -169,7 +168,7 @@ class Turns:
             job = Job(request, prompt, lease, self.model, first)
         except Exception as e:  # one request's error (memory, say) is not the others'
             log.exception("request %d", request.number)
-            self._cache.close(lease)
+            self.cache.close(lease)
             usage = TokenUsage.of(len(request.prompt), 0, None)
             self._finish(request, OutputChunk("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
             return
@@ -185,21 +184,19 @@ class Turns:
         job.leased_tokens = job.prefill_until
         prompt = job.packed
         if job.prefill_until > job.prompt:
-            prompt = self._cache.prompt(job.sequence(0, job.prefill_until), request.salt)
-        return self._cache.open(prompt, read=request.read_cache, priority=request.priority, again=job.lease.counted)
+            prompt = self.cache.scheduler.prompt(job.sequence(0, job.prefill_until), request.salt)
+        return self.cache.open(prompt, read=request.read_cache, priority=request.priority, again=job.lease.counted)
 
     def _begin(self, job: Job) -> None:
         self._guarded(job, self._resume)
 
     def _resume(self, job: Job) -> None:
         self.model.require_same()
-        with fatal_assertions():
-            job.workspace = PagedWorkspace.resumed(
-                self._cache, job.lease, self.model.layout, job.prompt + job.max_new_tokens
-            )
+        tokens = job.prompt + job.max_new_tokens
+        job.workspace = PagedWorkspace.resumed(self.cache, job.lease, self.model.layout, tokens)
         if job.queued_s is None:
             if not job.reasons:
-                job.reasons |= self._cache.explain(job.lease)
+                job.reasons |= self.cache.scheduler.core.explain(job.lease)
                 job.counts_prompt = True
             self.counts.began(job, time.monotonic())
 
@@ -224,8 +221,7 @@ class Turns:
 
     def _take_seats(self, job: Job) -> None:
         if not job.state.reserved(job.computed + 1):
-            with fatal_assertions():
-                job.state.take_seats(self._cache, job.lease, job.computed // self.model.layout.page_tokens)
+            job.state.take_seats(self.cache, job.lease, job.computed // self.model.layout.page_tokens)
 
     # --- computing
 
@@ -242,7 +238,7 @@ class Turns:
 
     def _is_short(self, job: Job) -> bool:
         """Whether its next chunk should wait a moment for evictions that free slots for its pages."""
-        if not room_comes(self._cache, job.lease, self.model.layout, self._chunk_end(job)):
+        if not room_comes(self.cache, job.lease, self.model.layout, self._chunk_end(job)):
             job.short_s = None
             return False
         now = self._now()
@@ -253,8 +249,7 @@ class Turns:
         """Publish pages at a line of the grid; ModelError if the model was changed."""
         if job.computed % self.model.layout.grid_tokens == 0:
             self.model.require_same()
-            with fatal_assertions():
-                job.state.keep(self._cache, job.lease)
+            job.state.keep(self.cache, job.lease)
 
     def _prefill_chunk(self, job: Job) -> None:
         """Compute the next chunk, and keep the pages if it ends at a line of the grid."""
@@ -275,7 +270,8 @@ class Turns:
         """Compute the tails of several prompts, of which nothing is published."""
         ids = [job.sequence(job.computed, self._chunk_end(job)) for job in jobs]
         try:
-            logits = self._tails.forward(self.model.model, [job.state for job in jobs], ids)
+            with bugs_as_broken():
+                logits = self._tails.forward(self.model.model, [job.state for job in jobs], ids)
         except Broken:
             raise
         except Exception:  # to find the one at fault, each is computed alone
@@ -320,9 +316,10 @@ class Turns:
         states = tuple(job.state for job in jobs)
         ids = [job.sequence(job.computed, job.computed + 1)[0] for job in jobs]
         try:
-            if states not in self._batches:
-                self._batches[states] = Batch(states)
-            logits = self._batches[states].forward(self.model.model, ids)
+            with bugs_as_broken():
+                if states not in self._batches:
+                    self._batches[states] = Batch(states)
+                logits = self._batches[states].forward(self.model.model, ids)
         except Broken:
             raise
         except Exception:  # to find the one at fault, each is computed alone
@@ -340,7 +337,7 @@ class Turns:
     def _decoded(self, job: Job) -> None:
         state = job.state
         if not self.deterministic and state.tokens % self.model.layout.chunk_tokens == 0:
-            self._cache.extend(job.lease, job.sequence(job.leased_tokens, state.tokens))
+            self.cache.scheduler.extend(job.lease, job.sequence(job.leased_tokens, state.tokens))
             job.leased_tokens = state.tokens
             self._keep(job)
 
@@ -378,7 +375,7 @@ class Turns:
         ends = token in job.ends
         text = "" if ends else job.detokenizer.push(token)  # before it counts, as it may fail
         job.output_ids.append(token)
-        self._cache.note(token.to_bytes(4, "little"))
+        self.cache.scheduler.agreement.note(token.to_bytes(4, "little"))
         self.counts.sampled(job, time.monotonic())
         if ends:
             self._end(job, Finish.STOP, last=(token,), likely=likely, matched=token)
@@ -427,7 +424,7 @@ class Turns:
         if finish in (Finish.STOP, Finish.LENGTH):
             ticket = self._export(job)
             self.counts.answered(job)
-        self._cache.close(job.lease)
+        self.cache.close(job.lease)
         self.counts.ended(job)
         self._finish(job.request, OutputChunk(job.text, last, finish, usage, error, likely, ticket, matched))
 
@@ -435,8 +432,9 @@ class Turns:
         return TokenUsage.of(len(job.request.prompt), len(job.output_ids), job.reasons, job.queued_s)
 
     def _export(self, job: Job) -> Ticket | None:
-        hand_over_s = job.request.hand_over_s
-        return None if hand_over_s is None else self._cache.export(job.lease, time.time() + hand_over_s, job.packed)
+        if (hand_over_s := job.request.hand_over_s) is None:
+            return None
+        return self.cache.scheduler.export(job.lease, time.time() + hand_over_s, job.packed)
 
     def _finish(self, request: Request, output: OutputChunk) -> None:
         """Deliver the last output of a request, if it has had none."""

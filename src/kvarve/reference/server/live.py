@@ -116,7 +116,7 @@ class Live:
         self._fresh: tuple[float, bytes] | None = None  # until when it is, and what
         self._making: asyncio.Task[bytes] | None = None
         self._tiers = [tier for tier in MEMORY_TIERS if _size(tier, engine.cache.stats())]  # that can hold pages
-        self._cache.watch()
+        self._cache.scheduler.core.watch()
         threading.Thread(target=self._sample_all, name="kvarve live", daemon=True).start()
 
     # --- any thread
@@ -181,7 +181,7 @@ class Live:
         self._countdown = (self._countdown + 1) % STORAGE_EVERY
         reasons = dict(counts.reasons)
         del reasons[Reason.ANOTHER_SAMPLE]
-        moved = {name: flow.bytes.sum for name, flow in self._cache.flows().items()}
+        moved = {name: flow.bytes.sum for name, flow in self._cache.worker.flows().items()}
         seconds = max(1e-3, now - self._moved_s)
         self._rates = {name: (size - self._moved.get(name, 0.0)) / seconds for name, size in moved.items()}
         self._samples.append(
@@ -229,7 +229,7 @@ class Live:
         """Ask the engine's thread for the hottest prefixes. While it is busy the last answer stays."""
         if self._asking is None:
             self._asked_s = time.monotonic()
-            what = self._cache.hottest
+            what = self._cache.scheduler.core.hottest
             self._asking = BackgroundCall(
                 "kvarve asks", lambda: self._engine.ask(lambda: what(HOTTEST), ASKED_S)
             ).future
@@ -242,7 +242,7 @@ class Live:
 
     def _tier(self, tier: Tier, stats: Mapping[str, float]) -> dict[str, Any]:
         name, pools = tier.name.lower(), []
-        for pool in self._cache.pools:
+        for pool in self._cache.identity.pools:
             place = f"{name}.{pool.name}"
             used = stats[f"used.{place}"]
             pools.append(
@@ -297,7 +297,7 @@ class Live:
         found = [self._engine.broken] if self._engine.broken else []
         if self._asking is not None and (silent_s := now - self._asked_s) > SLOW_S:
             found.append(f"the engine has not answered for {silent_s:.0f} s: one step takes so long, or it hangs")
-        if self._cache.attached is not None and not self._cache.up:
+        if self._cache.worker.attached is not None and not self._cache.up:
             found.append("storage does not answer: requests go on without it")
         elif stats["stores_refused"]:
             found.append(REFUSALS[Refusal(int(stats["stores_refused"]))])

@@ -25,10 +25,10 @@ def snapshot(
     """From any thread. `name`: of the model, as clients know it."""
     cache, counts = engine.cache, engine.counts
     try:
-        storage = cache.usage()  # first: it may be slow, and the rest is one consistent snapshot
+        storage = cache.worker.usage()  # first: it may be slow, and the rest is one consistent snapshot
     except StorageError:  # closed, or the medium is gone: the scrape has the rest
         storage = None
-    attached, now = cache.attached, time.monotonic()
+    attached, now = cache.worker.attached, time.monotonic()
     admitted = counts.admitted_rate.total(now)
     return Snapshot(
         model=name,
@@ -46,8 +46,8 @@ def snapshot(
             each.name: value for each in fields(counts) if isinstance(value := getattr(counts, each.name), Histogram)
         },
         cache=cache.stats(),
-        ages=cache.ages,
-        flows=cache.flows(),
+        ages=cache.scheduler.core.slot_pools.ages,
+        flows=cache.worker.flows(),
         storage=storage,
         storage_up=cache.up if attached is not None else None,
         storage_kinds=()

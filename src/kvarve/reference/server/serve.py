@@ -179,7 +179,7 @@ class Server:
         lines.append(("hits", f"prompts of {layout.shortest_hit} tokens and more; {room}"))
         held = ""
         with suppress(StorageError):  # it may be slow to answer
-            usage = self.engine.cache.usage()
+            usage = self.engine.cache.worker.usage()
             held = _held(usage) if usage is not None else ""
         if not self.engine.cache.up:
             held = ", down: served without it until it answers"
@@ -197,7 +197,7 @@ class Server:
         how = "in batches and kept" if engine.batches else "one by one and kept"
         if settings.deterministic:
             how = "one by one and not kept, so that each depends on its prompt alone"
-        room = engine.cache.capacity_tokens()
+        room = engine.cache.scheduler.capacity_tokens()
         own = engine.model.layout.bytes_in_use
         beside = f", and {format_size(own)} beside it for each" if own else ""
         most = f"{settings.max_running} side by side"

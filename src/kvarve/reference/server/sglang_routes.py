@@ -82,7 +82,7 @@ def describe(engine: Engine, name: str) -> dict[str, Any]:
 def state(engine: Engine, name: str) -> dict[str, Any]:
     """/server_info."""
     cache, model = engine.cache, engine.model
-    policies, (running, waiting) = cache.config.policies, engine.load()
+    policies, (running, waiting) = cache.worker.config.policies, engine.load()
     told = describe(engine, name)
     return {
         **{field: told[field] for field in ("model_path", "tokenizer_path", "served_model_name")},
@@ -90,11 +90,11 @@ def state(engine: Engine, name: str) -> dict[str, Any]:
         "context_length": model.max_tokens,
         "page_size": model.identity.page_tokens,
         "chunked_prefill_size": model.identity.chunk_tokens,
-        "tp_size": cache.ranks,
+        "tp_size": cache.identity.ranks,
         "dp_size": 1,
-        "max_total_num_tokens": cache.capacity_tokens(),
+        "max_total_num_tokens": cache.scheduler.capacity_tokens(),
         "radix_eviction_policy": policies.eviction,
-        "enable_hierarchical_cache": bool(cache.config.host_memory),
+        "enable_hierarchical_cache": bool(cache.worker.config.host_memory),
         "hicache_write_policy": policies.write_policy,
         **storage_state(engine),
         "internal_states": [{"num_running_reqs": running, "num_waiting_reqs": waiting}],
@@ -105,7 +105,7 @@ def state(engine: Engine, name: str) -> dict[str, Any]:
 
 def storage_state(engine: Engine) -> dict[str, Any]:
     """Which storage is attached, in SGLang's names."""
-    attached, policies = engine.cache.attached, engine.cache.config.policies
+    attached, policies = engine.cache.worker.attached, engine.cache.worker.config.policies
     urls = [] if attached is None else [shown(url) for url in attached.urls]
     return {
         "hicache_storage_backend": ", then ".join(urls) or None,

@@ -123,7 +123,7 @@ class _Target:
 
 def on_the_device(target: _Target) -> None:
     """The device has no check: a damaged page has to change logits, and each kind of buffer in it should."""
-    for pool in target.cache.pools:
+    for pool in target.cache.identity.pools:
         several = kinds(pool) if len(kinds(pool)) > 1 else []
         for kind in ("a page", *several):
             with target.damage(pool, kind, "device", "noticed", "none") as row, _undone() as undo:
@@ -137,7 +137,7 @@ def _spoils(cache: PrefixCache, pool: PoolSpec, kind: str, undo: list[tuple[Tens
 
     def spoil_it(request: ProofRequest) -> None:
         slot = cache.pages(request.lease)[pool.name][1][-1]
-        for name, slots in cache.arena(pool.name).items():
+        for name, slots in cache.worker.arena(pool.name).items():
             if kind in ("a page", name.split(".", 2)[2]):
                 undo.append((slots[slot], slots[slot].clone()))
                 spoil(slots[slot])
@@ -157,10 +157,10 @@ def _undone() -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 def in_the_host_checked(target: _Target) -> None:
-    for pool in target.cache.pools:
+    for pool in target.cache.identity.pools:
         with target.damage(pool, "a bit", "host", "caught", "on") as row:
             target.prover.empty(target.cache, [Tier.DEVICE])
-            records = target.cache.records(pool.name, target.key)
+            records = target.cache.worker.records(pool.name, target.key)
             for record in records:
                 target.flip(record, pool)
             before = target.cache.stats()["bad_host"]
@@ -173,10 +173,10 @@ def in_the_host_checked(target: _Target) -> None:
 
 
 def in_the_host_unchecked(target: _Target) -> None:
-    for pool in target.cache.pools:
+    for pool in target.cache.identity.pools:
         with target.damage(pool, "a page", "host", "noticed", "off") as row:
             target.prover.empty(target.cache, [Tier.DEVICE])
-            good = [(record, bytes(record)) for record in target.cache.records(pool.name, target.key)]
+            good = [(record, bytes(record)) for record in target.cache.worker.records(pool.name, target.key)]
             try:
                 for record, _ in good:
                     for page in payload(pool, record).values():
@@ -192,7 +192,7 @@ def in_the_host_unchecked(target: _Target) -> None:
 def in_storage(target: _Target, store: AlteredStorage) -> None:
     """Damage to stored bytes is caught; a wrong page with a valid checksum is noticed."""
     identity = target.prover.model.identity
-    pools = target.cache.pools
+    pools = target.cache.identity.pools
 
     def other(pool: PoolSpec) -> bytes:
         """The same pool's page of another position in the prompt, or another pool's of the same position."""

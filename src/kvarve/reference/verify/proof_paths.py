@@ -299,7 +299,7 @@ def interleaved(prover: Prover) -> None:
                     cache.close(request.lease)
                     prover.check(request)
                 if rng.random() < 0.02:
-                    cache.evict([rng.choice(MEMORY_TIERS)])
+                    cache.scheduler.core.flush([rng.choice(MEMORY_TIERS)])
         finally:
             for request in running:
                 cache.close(request.lease)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.reference.engine.model import LoadedModel, forward
-from kvarve.reference.engine.prefill import keep, resumed, wait_for_room
+from kvarve.reference.engine.paging import keep, resumed, wait_for_room
 from kvarve.reference.engine.workspace import Workspace
 from kvarve.reference.engine.wrappers import cache_argument, compute
 

@@ -143,7 +143,7 @@ class Prover:
         """Wait until all backups are written."""
         if not cache.settle(SETTLE_S):
             raise Stuck(f"backups were not written within {SETTLE_S:.0f} s")
-        cache.audit()
+        cache.scheduler.audit()
 
     def empty(self, cache: PrefixCache, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
         """Empty memory tiers after the backups; Stuck if pages are left."""
@@ -196,7 +196,7 @@ class Prover:
             request.resume()
             while request.advance():
                 pass
-        cache.audit()
+        cache.scheduler.audit()
         return request
 
     def check(

@@ -38,7 +38,7 @@ def _serve(
         if prover.rank:
             if why := engine.follow():
                 raise Broken(why)
-            cache.audit()
+            cache.scheduler.audit()
             return
 
         def ask(questions: Sequence[Question], leaves: Question | None = None) -> list[tuple[Transcript, TokenUsage]]:
@@ -52,7 +52,7 @@ def _serve(
             use(ask)
         finally:
             engine.shutdown()
-        cache.audit()
+        cache.scheduler.audit()
 
 
 def _ask(engine: Engine, salt: str, question: Question, leaves: bool) -> tuple[Request, Transcript]:
