@@ -1,8 +1,7 @@
 """Prometheus metrics: numbers in, text out. Nothing here knows where numbers are counted, or how the text is fetched.
 
-All numbers are read at a scrape, so counting costs the engine only its own additions. `request_families.py` and
-`cache_families.py` have kvarve's names; `vllm_names.py` and `sglang_names.py` derive those of vLLM and SGLang from the
-same numbers, for dashboards that were made for them.
+All numbers are read at a scrape, so counting costs the engine only its own additions. `families.py` has kvarve's
+names; `foreign.py` derives those of vLLM and SGLang from the same numbers, for dashboards that were made for them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,21 +11,16 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvarve.errors import ConfigError
-from kvarve.metrics import cache_families, request_families, sglang_names, vllm_names
+from kvarve.metrics import foreign
+from kvarve.metrics.families import own
 from kvarve.metrics.snapshot import Snapshot
 
 Families = Callable[[Snapshot], Iterator[Metric]]
 
 # Other servers whose names may be asked for.
-OTHERS: Mapping[str, Families] = {"vllm": vllm_names.families, "sglang": sglang_names.families}
+OTHERS: Mapping[str, Families] = {"vllm": foreign.vllm, "sglang": foreign.sglang}
 
 __all__ = ["OTHERS", "Metrics", "Snapshot", "own", "parse_compat"]
-
-
-def own(now: Snapshot) -> Iterator[Metric]:
-    """The metrics under kvarve's names."""
-    yield from request_families.families(now)
-    yield from cache_families.families(now)
 
 
 def parse_compat(setting: str) -> tuple[str, ...]:
