@@ -58,6 +58,12 @@ class Printer:
         return code
 
 
+def aligned(lines: Sequence[tuple[str, str]], before: str = "") -> str:
+    """Words and what is to be said of each, the latter below one another."""
+    width = max(len(word) for word, _ in lines)
+    return "\n".join(f"{before}{word:<{width}}  {text}" for word, text in lines)
+
+
 def plain_table(*left: str, right: Sequence[str] = ()) -> Table:
     """A table without a frame. `right`: the headings of columns whose figures end below one another."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -43,7 +44,7 @@ def of(found: dict[str, Any], id: str) -> dict[str, Any] | None:
 @pytest.fixture
 def watched(server: Server) -> Iterator[Live]:
     """The shared server's numbers, whose every answer is new."""
-    yield Live(server.engine, "singer", tokenizing=lambda: 0, rejected=dict)
+    yield Live(server.engine, "singer", lambda: 0, Counter())
 
 
 def test_what_a_storage_has_lost_and_why_it_takes_nothing_is_on_the_page_in_the_metrics_and_the_status(
@@ -137,7 +138,7 @@ def test_requests_that_wait_are_listed_until_they_end(server: Server, client: ht
 @pytest.mark.parametrize("own_server", [{"storage": ("memory://live-numbers?capacity=16MiB",)}], indirect=True)
 def test_samples_add_up_to_what_the_engine_has_counted(own_server: Server, own_client: httpx.Client, song: str) -> None:
     engine = own_server.engine
-    watched = Live(engine, "singer", tokenizing=lambda: 0, rejected=dict)
+    watched = Live(engine, "singer", lambda: 0, Counter())
     for sampled in range(1, 4):
         complete(own_client, song * 3, max_tokens=1)
         assert engine.settle()

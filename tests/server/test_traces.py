@@ -211,7 +211,7 @@ def test_spans_wait_for_a_collector_that_hangs_up_to_a_bound(collector: Collecto
     take, collector.take = collector.take, lambda body: goes_on.wait(LONG_S) and take(body)  # type: ignore[method-assign]
     traces = Traces(collector.url, "singer")
     for _ in range(MOST_SPANS + 3):
-        traces.add((), "POST", COMPLETIONS, 200, 0, told("chat", "one", None))
+        traces.add({"headers": (), "method": "POST", "path": COMPLETIONS}, 200, 0, told("chat", "one", None))
     assert traces.counts() == {"sent": 0, "lost": 3}
     goes_on.set()
     for _ in range(MOST_SPANS):

@@ -7,6 +7,7 @@ import httpx
 from kvarve.errors import ConfigError, StorageError
 from kvarve.pages.sizes import format_size
 from kvarve.reference.server.serve_settings import check_key
+from kvarve.reports import aligned
 
 CONNECT_S = 10.0
 ANSWER_S = 600.0  # a large storage may be slow to open
@@ -54,18 +55,15 @@ def describe(status: dict[str, Any]) -> str:
         elif status["room_bytes"] is not None:
             lines.append(("room", f"{format_size(status['room_bytes'])} of the disk are left for it"))
         if status["lost_objects"] or status["damaged_objects"]:
-            lost = (
-                f"{status['lost_objects'] or 0} objects lost, {status['damaged_objects'] or 0} that could not be read"
-            )
-            lines.append(("trouble", lost))
+            lost, damaged = status["lost_objects"] or 0, status["damaged_objects"] or 0
+            lines.append(("trouble", f"{lost} objects lost, {damaged} that could not be read"))
         lines += [(f"compressed {pool}", _compressed(total)) for pool, total in status["compressed"].items()]
         lines.append(("pages", _counts(status["pages"])))
         lines += [(name, _counts(lane)) for name, lane in status["lanes"].items()]
     lines.append(("policies", f"prefetch {status['prefetch_policy']}, write {status['write_policy']}"))
     if status.get("previous_closed") is False:
         lines.append(("before", "a call to the storage that was attached hangs: it is closed when that comes back"))
-    width = max(len(word) for word, _ in lines)
-    return "\n".join(f"{word:<{width}}  {text}" for word, text in lines)
+    return aligned(lines)
 
 
 def _compressed(total: dict[str, int]) -> str:

@@ -6,10 +6,11 @@ field is ignored and counted.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, from_json
 
@@ -28,6 +29,7 @@ MOST_NAMED = 1024  # tokens in logit_bias or stop_token_ids: each token of the a
 MOST_OBJECTS = 1 << 14  # of JSON: messages, their parts, tools
 MOST_VALUES = 1 << 16  # of any kind, beside the tokens of a prompt; and names of them
 SMALL_BYTES = 1 << 16  # JSON up to this size is parsed fast enough, whatever is in it
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _TOKEN = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 LONGEST_HAND_OVER_S = 86_400.0
 
@@ -42,7 +44,7 @@ class Refused(KvarveError):
         *,
         param: str | None = None,
         code: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
@@ -50,6 +52,13 @@ class Refused(KvarveError):
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def unsupported(param: str, message: str) -> Refused:
+    return Refused(400, message, param=param, code="unsupported_parameter")
 
 
 class Body(BaseModel):
@@ -79,8 +88,7 @@ class Body(BaseModel):
         """Refuse fields that ask for an unsupported feature; `place` is a prefix of their names in the message."""
         if name := fields.unmet(self.model_extra or {}, self.refused):
             instead = f"{self.instead[name]} is its name here" if name in self.instead else "leave it out"
-            message = f"{place}{name} is not supported: {instead}"
-            raise Refused(400, message, param=param or name, code="unsupported_parameter")
+            raise unsupported(param or name, f"{place}{name} is not supported: {instead}")
 
     def unread(self) -> Iterator[str]:
         """The names of fields that are ignored."""
@@ -171,20 +179,14 @@ class Sampled(Body):
         most, fewest, seed = self.limits(left)
         return Sampling(
             max_tokens=most or int(self.may_be_mute),  # the engine computes one at least
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
+            min_tokens=fewest,
             seed=seed,
             logit_bias=self.biases,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            min_tokens=fewest,
             stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            **{"temperature": 1.0, **{name: value for name in _NUMBERS if (value := getattr(self, name)) is not None}},
         )
 
     def check(self) -> None:
@@ -299,8 +301,7 @@ class RequestBody(Asked, Sampled):
         if self.stream_options is not None:
             self.stream_options.refuse("stream_options.", "stream_options")
         if self.best_of not in (None, self.answers):
-            message = "best_of is not supported: leave it out, all n answers are given"
-            raise Refused(400, message, param="best_of", code="unsupported_parameter")
+            raise unsupported("best_of", "best_of is not supported: leave it out, all n answers are given")
         self.hand_over.check()
         if self.hand_over.ticket is not None and self.skip_reading_prefix_cache:
             raise Refused(
@@ -336,8 +337,8 @@ class CompletionRequest(RequestBody):
     def check(self) -> None:
         super().check()
         if self.echo and self.logprobs is not None:
-            message = "echo with logprobs is not supported: a prompt's own tokens get none here; leave out one of them"
-            raise Refused(400, message, param="echo", code="unsupported_parameter")
+            why = "a prompt's own tokens get none here; leave out one of them"
+            raise unsupported("echo", f"echo with logprobs is not supported: {why}")
         if self.kv_transfer_params is not None and len(self.prompts()) > 1:
             raise Refused(400, f"{TRANSFER} are those of one prompt: send each by itself", param=TRANSFER)
 
@@ -431,8 +432,8 @@ class ChatRequest(RequestBody):
         if self.top_logprobs and not self.logprobs:
             raise Refused(400, "top_logprobs need logprobs to be true", param="top_logprobs")
         if self.tool_choice not in (None, "none", "auto"):
-            message = 'tool_choice can be "none" or "auto": nothing here can make a model call a tool'
-            raise Refused(400, message, param="tool_choice", code="unsupported_parameter")
+            why = "nothing here can make a model call a tool"
+            raise unsupported("tool_choice", f'tool_choice can be "none" or "auto": {why}')
         if self.parallel_tool_calls is False and self.tools_offered:
             message = "parallel_tool_calls can be true: nothing here can keep a model from calling two tools at once"
             raise Refused(400, message, param="parallel_tool_calls", code="unsupported_parameter")

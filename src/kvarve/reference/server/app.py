@@ -9,9 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Query
+from fastapi import APIRouter, Depends, Query
 from fastapi import Request as Http
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -22,8 +23,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
+from kvarve import __version__
 from kvarve.cache.worker import UnderWay
-from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, TooLong
+from kvarve.core.observe.histograms import Histogram
+from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError, TooLong
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.pages.ticket import HandOverError
@@ -32,16 +35,16 @@ from kvarve.reference.server.access import Access, no_browsers
 from kvarve.reference.server.admin import HICACHE, admin_routes
 from kvarve.reference.server.answers import RETRY_AFTER, Answer, Stream, stopped
 from kvarve.reference.server.api import SMALL_BYTES, Asked, ChatRequest, CompletionRequest, FlushRequest, Refused, parse
-from kvarve.reference.server.bodies import MAX_BODY_BYTES, Bodies
+from kvarve.reference.server.bodies import Bodies
 from kvarve.reference.server.connections import Connections
 from kvarve.reference.server.forms import TRANSFER, Form
 from kvarve.reference.server.generate import GenerateRequest
-from kvarve.reference.server.keyfile import Keyring
-from kvarve.reference.server.live import Live, page_routes, rejections
-from kvarve.reference.server.numbers import snapshot
+from kvarve.reference.server.live import Live, page_routes
+from kvarve.reference.server.middleware import Edge
 from kvarve.reference.server.openapi import Api, ChatCompletion, Completion, Ok, errors, reads, streams
 from kvarve.reference.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.reference.server.request_log import Observed, Responses, seen
+from kvarve.reference.server.serve_settings import Settings
 from kvarve.reference.server.sglang_routes import add_sglang, folder
 from kvarve.reference.server.spans import Traces, told
 from kvarve.reference.server.vllm_routes import Work, add_vllm
@@ -81,26 +84,17 @@ class Reset(BaseModel):
 
 
 def create_app(
-    engine: Engine,
-    *,
-    name: str | None = None,
-    keys: Keyring | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    connections: Connections | None = None,
-    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
-    metrics_compat: str = "",
-    traces: Traces | None = None,
+    engine: Engine, settings: Settings, edge: Edge, connections: Connections, address: str, traces: Traces | None
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
-    `name`: the served model name (the model's own unless given). /v1 needs one of the `keys` if there are any. /admin
-    needs an admin key and is off without one; /flush_cache needs an admin key, else an API key. /metrics reports the
-    `connections`, under the names of `metrics_compat` too. `traces` gets a span for each request for answers. `around`
-    gets requests before the endpoints do, and after they are observed.
+    /v1 needs one of the keys if there are any. /admin needs an admin key and is off without one; /flush_cache needs an
+    admin key, else an API key. `traces` gets a span for each request for answers. Requests pass the `edge` before the
+    endpoints, and after they are observed. `address`: what the server's socket is bound to.
     """
     app = Api()
-    access = Access(keys or Keyring())
-    front = _Front(engine, name or engine.model.name, max_body_bytes, connections, metrics_compat, access, traces)
+    access = Access(edge.keys)
+    front = _Front(engine, settings, connections, traces)
     open_to_all, guarded, flushing = APIRouter(), access.for_clients(), access.for_flushes()
     open_to_all.get("/health")(front.health)
     open_to_all.get("/metrics", response_class=PlainTextResponse)(front.metrics)
@@ -120,44 +114,29 @@ def create_app(
         app.include_router(router)
     watching = [Depends(access.flushing)]  # it is for the operator, as a flush is
     app.get("/live/data", dependencies=watching, include_in_schema=False)(front.live.data)
-    _add_errors(app)
-    return Observed(around(app), front.responses, traces)
-
-
-def _add_errors(app: FastAPI) -> None:
-    """Have every error answered in the form that OpenAI's clients read."""
+    # Every error is answered in the form that OpenAI's clients read.
     app.add_exception_handler(KvarveError, _error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _not_that_kind)
     app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _bug)
+    return Observed(edge.around(app, address), front.responses, traces)
 
 
 class _Front:
     """The endpoints."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        name: str,
-        max_body_bytes: int,
-        connections: Connections | None,
-        metrics_compat: str,
-        access: Access,
-        traces: Traces | None,
-    ) -> None:
-        self._engine, self.name, self._connections, self._traces = engine, name, connections, traces
-        self._access, self._started = access, int(time.time())
+    def __init__(self, engine: Engine, settings: Settings, connections: Connections, traces: Traces | None) -> None:
+        self._engine, self._connections, self._traces = engine, connections, traces
+        self.name, self._started = settings.served_model_name or engine.model.name, int(time.time())
         self.responses: Responses = Counter()
-        scraped = Metrics(self._snapshot, metrics_compat).text
+        scraped = Metrics(self._snapshot, settings.metrics_compat).text
         self._scrape = Shared(lambda: run_in_threadpool(scraped))  # it holds the GIL, and asks for no key
-        self._preparer = RequestPreparer(engine.model, name)
+        self._preparer = RequestPreparer(engine.model, self.name)
         self._lanes = Lanes("kvarve prepare")
         self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
-        self.body = Bodies(max_body_bytes).read
-        self.live = Live(
-            engine, self.name, tokenizing=lambda: len(self._preparing), rejected=lambda: rejections(self.responses)
-        )
+        self.body = Bodies(settings.max_body_bytes).read
+        self.live = Live(engine, self.name, lambda: len(self._preparing), self.responses)
 
     async def health(self) -> Ok:
         """Whether the engine serves."""
@@ -310,12 +289,42 @@ class _Front:
         )
 
     def _snapshot(self) -> Snapshot:
-        return snapshot(
-            self._engine,
-            self.name,
-            connections=self._connections,
+        """The numbers of one moment, for /metrics."""
+        engine, cache, counts = self._engine, self._engine.cache, self._engine.counts
+        try:
+            storage = cache.worker.usage()  # first: it may be slow, and the rest is one consistent snapshot
+        except StorageError:  # closed, or the medium is gone: the scrape has the rest
+            storage = None
+        attached, now = cache.worker.attached, time.monotonic()
+        admitted = counts.admitted_rate.total(now)
+        kept = ((each.name, getattr(counts, each.name)) for each in fields(counts))
+        kinds = [url.partition("://")[0] if "://" in url else "file" for url in attached.urls] if attached else []
+        return Snapshot(
+            model=self.name,
+            version=__version__,
+            up=not engine.broken,
+            running=engine.load()[0],
+            waiting=engine.waiting(),
+            ends={finish.value: count for finish, count in counts.ends.items()},
+            prompt_tokens=counts.prompt_tokens,
+            computed_tokens=counts.computed_tokens,
+            output_tokens=counts.output_tokens,
+            preempted=counts.preempted,
+            reasons=dict(counts.reasons),
+            histograms={name: value for name, value in kept if isinstance(value, Histogram)},
+            cache=cache.stats(),
+            ages=cache.scheduler.core.slot_pools.ages,
+            flows=cache.worker.flows(),
+            storage=storage,
+            storage_up=cache.up if attached is not None else None,
+            storage_kinds=tuple(kinds),
+            dtype=engine.model.identity.dtype,
+            output_rate=counts.output_rate.per_second(now),
+            hit_rate=counts.cached_rate.total(now) / admitted if admitted else 0.0,
             tokenizing=len(self._preparing),
-            responses=self.responses,
+            connections=len(self._connections),
+            closed_connections=dict(self._connections.closed),
+            responses=dict(self.responses),
             ignored_fields=self._preparer.ignored.counts(),
             spans=None if self._traces is None else self._traces.counts(),
         )
@@ -361,13 +370,12 @@ async def _error(http: Http, e: Exception) -> Response:
         refused = Refused(503, str(e), code="busy", headers=RETRY_AFTER)
     else:
         refused = Refused(500, str(e))
-    return JSONResponse(refused.body(), refused.status, refused.headers)
+    return refused.response()
 
 
 async def _http_error(http: Http, e: Exception) -> Response:
     assert isinstance(e, HTTPException)
-    message = f"{http.method} {http.url.path}: {e.detail}"
-    return JSONResponse(Refused(e.status_code, message).body(), e.status_code, e.headers)
+    return Refused(e.status_code, f"{http.method} {http.url.path}: {e.detail}", headers=e.headers).response()
 
 
 async def _not_that_kind(http: Http, e: Exception) -> Response:
@@ -377,7 +385,7 @@ async def _not_that_kind(http: Http, e: Exception) -> Response:
     name = str(first["loc"][1])
     twice = first["type"] == "too_long"
     message = f"{name} is given {first['ctx']['actual_length']} times" if twice else f"{name}: {first['msg']}"
-    return JSONResponse(Refused(400, message, param=name).body(), 400)
+    return Refused(400, message, param=name).response()
 
 
 async def _client_gone(http: Http, e: Exception) -> Response:
@@ -385,4 +393,4 @@ async def _client_gone(http: Http, e: Exception) -> Response:
 
 
 async def _bug(http: Http, e: Exception) -> Response:
-    return JSONResponse(Refused(500, f"a bug: {type(e).__name__}: {e}").body(), 500)
+    return Refused(500, f"a bug: {type(e).__name__}: {e}").response()

@@ -9,7 +9,6 @@ from fastapi import Request as Http
 from kvarve.errors import Busy
 from kvarve.reference.server.api import SMALL_BYTES, Refused
 
-MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
 BODIES = 32  # of the largest size held at a time, or the same bytes of smaller ones
 

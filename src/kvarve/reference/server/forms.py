@@ -13,7 +13,13 @@ from kvarve.reference.engine.requests import Finish, Likelihood, OutputChunk, To
 
 # vLLM's name: its routers carry this field from one server's answer to the next one's request. What is in it is ours.
 TRANSFER = "kv_transfer_params"
+Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express; as OpenAI
+
+
+def by_tier(reasons: Mapping[Reason, int]) -> dict[str, int]:
+    """Tokens of prompts that were cached."""
+    return {tier.name.lower(): reasons.get(hit, 0) for tier, hit in zip(Tier, HITS, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,9 @@ class ResponseUsage:
     total_ms: float
 
     def details(self) -> dict[str, int]:
-        """Tokens of the prompt that were cached, by tier."""
-        return {tier.name.lower(): self.reasons.get(hit, 0) for tier, hit in zip(Tier, HITS, strict=True)}
+        return by_tier(self.reasons)
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Json:
         cached = self.details()
         reasons = {reason.value: tokens for reason, tokens in self.reasons.items()}
         times = {"ttft_ms": self.ttft_ms, "total_ms": self.total_ms}
@@ -72,17 +77,17 @@ class Form(Protocol):
 
     def whole(self, answers: Sequence[Choice], usage: ResponseUsage, ticket: Ticket | None) -> Any: ...
 
-    def opening(self, index: int) -> Iterator[dict[str, Any]]:
+    def opening(self, index: int) -> Iterator[Json]:
         """What a stream says of an answer before its text."""
-        ...
+        return iter(())
 
-    def chunks(self, index: int, chunk: OutputChunk, answer: Choice) -> Iterator[dict[str, Any]]:
+    def chunks(self, index: int, chunk: OutputChunk, answer: Choice) -> Iterator[Json]:
         """What a stream says of one output chunk; the `answer` has it already."""
         ...
 
-    def closing(self, usage: ResponseUsage) -> Iterator[dict[str, Any]]:
+    def closing(self, usage: ResponseUsage) -> Iterator[Json]:
         """What a stream says when all answers have ended."""
-        ...
+        return iter(())
 
 
 @dataclass(frozen=True)
@@ -99,24 +104,24 @@ class OpenAIForm(Form):
     echo: Sequence[str] = ()  # the prompts, if answers begin with them
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
-    def whole(self, answers: Sequence[Choice], usage: ResponseUsage, ticket: Ticket | None) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Choice], usage: ResponseUsage, ticket: Ticket | None) -> Json:
         choices = []
         for index, one in enumerate(answers):
             assert one.finish is not None
             message = {"role": "assistant", "content": one.text, "refusal": None}
             content = {"message": message} if self.chat else {"text": self._echoed(index) + one.text}
             choices.append(self._choice(index, content, one.finish.value, one.likelihoods))
-        whole = self._head(self._kind) | {"choices": choices, "usage": usage.json()}
+        whole = self._head() | {"choices": choices, "usage": usage.json()}
         return whole | self._details(usage) | _transfer(ticket)
 
-    def opening(self, index: int) -> Iterator[dict[str, Any]]:
+    def opening(self, index: int) -> Iterator[Json]:
         """The first chunk of a chat answer names the role; that of a completion is its prompt, if it echoes one."""
         if self.chat:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
         elif self.echo:
             yield self._chunk(index, {"text": self._echoed(index)}, None)
 
-    def chunks(self, index: int, chunk: OutputChunk, answer: Choice) -> Iterator[dict[str, Any]]:
+    def chunks(self, index: int, chunk: OutputChunk, answer: Choice) -> Iterator[Json]:
         """None if the output chunk is empty; a chat's finish reason has a chunk of its own. A ticket comes with the
         finish reason."""
         text, likelihoods, ticket = chunk.text, chunk.likelihoods, chunk.ticket
@@ -129,9 +134,9 @@ class OpenAIForm(Form):
         elif text or finish is not None or (self.spell and likelihoods):
             yield self._chunk(index, {"text": text}, finish, likelihoods) | _transfer(ticket)
 
-    def closing(self, usage: ResponseUsage) -> Iterator[dict[str, Any]]:
+    def closing(self, usage: ResponseUsage) -> Iterator[Json]:
         """The chunks after all answers: where tokens were cached, and the usage, if the request wants them."""
-        head = self._head(self._kind_of_chunk) | {"choices": []}
+        head = self._head(".chunk") | {"choices": []}
         if self.details:
             # SGLang's benchmark of completions, unlike that of chats, reads the first choice of this chunk too.
             chunk = head if self.chat else self._chunk(0, {"text": ""}, None)
@@ -139,24 +144,20 @@ class OpenAIForm(Form):
         if self.include_usage:
             yield head | {"usage": usage.json()}
 
-    def _details(self, usage: ResponseUsage) -> dict[str, Any]:
+    def _details(self, usage: ResponseUsage) -> Json:
         return {"sglext": {"cached_tokens_details": usage.details()}} if self.details else {}
 
     def _echoed(self, index: int) -> str:
         return self.echo[index // self.answers] if self.echo else ""
 
-    def _chunk(
-        self, index: int, content: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood] = ()
-    ) -> dict[str, Any]:
-        chunk = self._head(self._kind_of_chunk) | {"choices": [self._choice(index, content, finish, likelihoods)]}
+    def _chunk(self, index: int, content: Json, finish: str | None, likelihoods: Sequence[Likelihood] = ()) -> Json:
+        chunk = self._head(".chunk") | {"choices": [self._choice(index, content, finish, likelihoods)]}
         return chunk | ({"usage": None} if self.include_usage else {})
 
-    def _choice(
-        self, index: int, content: dict[str, Any], finish: str | None, likelihoods: Sequence[Likelihood]
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, content: Json, finish: str | None, likelihoods: Sequence[Likelihood]) -> Json:
         return {"index": index, **content, "logprobs": self._logprobs(likelihoods), "finish_reason": finish}
 
-    def _logprobs(self, likelihoods: Sequence[Likelihood]) -> dict[str, Any] | None:
+    def _logprobs(self, likelihoods: Sequence[Likelihood]) -> Json | None:
         if self.spell is None or not likelihoods:
             return None
         spell = self.spell
@@ -169,19 +170,12 @@ class OpenAIForm(Form):
             "text_offset": [one.offset for one in likelihoods],
         }
 
-    @property
-    def _kind(self) -> str:
-        return "chat.completion" if self.chat else "text_completion"
-
-    @property
-    def _kind_of_chunk(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
-
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, part: str = "") -> Json:
+        kind = f"chat.completion{part}" if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def _transfer(ticket: Ticket | None) -> dict[str, Any]:
+def _transfer(ticket: Ticket | None) -> Json:
     return {} if ticket is None else {TRANSFER: {"ticket": ticket.json()}}
 
 
@@ -198,15 +192,15 @@ def _top_logprobs(one: Likelihood, spell: Callable[[int], str]) -> dict[str, flo
     return found
 
 
-def _chat_logprob(one: Likelihood, spell: Callable[[int], str]) -> dict[str, Any]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+def _chat_logprob(one: Likelihood, spell: Callable[[int], str]) -> Json:
+    def entry(token: int, logprob: float) -> Json:
         text = spell(token)
         return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
 
     return entry(one.token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top]}
 
 
-def event(data: dict[str, Any] | str) -> bytes:
+def event(data: Json | str) -> bytes:
     """One server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n".encode()

@@ -6,13 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from kvarve.core.observe.reasons import HITS
-from kvarve.pages.pools import Tier
 from kvarve.pages.ticket import Ticket
 from kvarve.reference.engine.requests import MOST_LOGPROBS, Finish, Likelihood, OutputChunk
 from kvarve.reference.server import fields
 from kvarve.reference.server.api import MOST_LETTERS, MOST_PROMPTS, Asked, Refused, Sampled, listed
-from kvarve.reference.server.forms import Choice, Form, ResponseUsage, finite
+from kvarve.reference.server.forms import Choice, Form, ResponseUsage, by_tier, finite
 
 DEFAULT_TOKENS = 128
 
@@ -92,8 +90,8 @@ class GenerateRequest(Asked):
         for one in params[:1] if len(self.sampling_params or ()) < 2 else params:
             one.check()
         if len(params) != prompts:
-            message = f"{len(params)} sampling_params for {prompts} prompts: send one for all, or one for each"
-            raise Refused(400, message, param="sampling_params")
+            why = f"{len(params)} sampling_params for {prompts} prompts: send one for all, or one for each"
+            raise Refused(400, why, param="sampling_params")
         if len({one.answers for one in params}) > 1:
             raise Refused(400, "n must be the same for all prompts of a request", param="sampling_params")
         if isinstance(self.rid, list) and len(self.rid) != prompts * params[0].answers:
@@ -130,18 +128,11 @@ class GenerateForm(Form):
         written = [self._answer(index, one) for index, one in enumerate(answers)]
         return written if self.batch else written[0]
 
-    def opening(self, index: int) -> Iterator[dict[str, Any]]:
-        yield from ()
-
     def chunks(self, index: int, chunk: OutputChunk, answer: Choice) -> Iterator[dict[str, Any]]:
         yield self._answer(index, answer) | ({"index": index} if self.batch else {})
 
-    def closing(self, usage: ResponseUsage) -> Iterator[dict[str, Any]]:
-        yield from ()
-
     def _answer(self, index: int, one: Choice) -> dict[str, Any]:
         assert one.usage is not None
-        tiers = {tier.name.lower(): one.usage.reasons.get(hit, 0) for tier, hit in zip(Tier, HITS, strict=True)}
         rid = self.rid[index] if isinstance(self.rid, list) else f"{self.rid}_{index}" if self.batch else self.rid
         meta: dict[str, Any] = {
             "id": rid,
@@ -149,7 +140,7 @@ class GenerateForm(Form):
             "prompt_tokens": one.usage.prompt,
             "completion_tokens": len(one.tokens),
             "cached_tokens": one.usage.cached,
-            "cached_tokens_details": tiers,
+            "cached_tokens_details": by_tier(one.usage.reasons),
             "weight_version": "default",
         }
         if one.finish is not None:

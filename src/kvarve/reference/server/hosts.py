@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from ipaddress import ip_address
 
-from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -68,8 +67,7 @@ class NamedHosts:
             await self._app(scope, receive, send)
             return
         message = "this server does not answer to the name in Host: --allowed-host adds one"
-        refused = Refused(421, message, code="unknown_host")
-        await JSONResponse(refused.body(), refused.status)(scope, receive, send)
+        await Refused(421, message, code="unknown_host").response()(scope, receive, send)
 
     def _answers_to(self, name: str) -> bool:
         if name in self._names or name.endswith(self._endings) or name in ("", "localhost"):

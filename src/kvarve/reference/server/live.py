@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -23,11 +24,12 @@ from fastapi.responses import Response
 from kvarve import __version__
 from kvarve.core.cache import Hottest
 from kvarve.core.copies.effects import Refusal
-from kvarve.core.observe.reasons import HITS, Reason
+from kvarve.core.observe.reasons import Reason
 from kvarve.errors import KvarveError
 from kvarve.pages.keys import group_name, root_key
 from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.reference.engine.engine import Engine
+from kvarve.reference.server.forms import by_tier
 from kvarve.reference.server.recent import Recent
 from kvarve.reference.server.request_log import Responses
 from kvarve.reference.server.work_threads import apart
@@ -45,6 +47,10 @@ REFUSALS = {
     Refusal.FULL: "storage has no room: nothing is stored",
     Refusal.READ_ONLY: "storage can only be read: nothing is stored",
 }
+_OF_STORAGE = (
+    *("attached", "up", "for_s", "last_error", "bytes", "capacity_bytes", "objects", "room_bytes", "read_only"),
+    *("lost_objects", "damaged_objects"),
+)
 KEY_DIGITS = 16  # of a page's key, which is how `kvarve storage ls` begins to name it
 
 # The files of the page, and their media types.
@@ -94,12 +100,10 @@ class _Sample:
 class Live:
     """The numbers of one server. The thread that samples ends when the engine is told to shut down."""
 
-    def __init__(
-        self, engine: Engine, name: str, *, tokenizing: Callable[[], int], rejected: Callable[[], Mapping[int, int]]
-    ) -> None:
-        """`name`: of the model; `tokenizing`: requests that are being prepared; `rejected`: how many, by status."""
+    def __init__(self, engine: Engine, name: str, tokenizing: Callable[[], int], responses: Responses) -> None:
+        """`name`: of the model; `tokenizing`: requests that are being prepared."""
         self._engine, self._cache, self._name = engine, engine.cache, name
-        self._tokenizing, self._rejected = tokenizing, rejected
+        self._tokenizing, self._responses = tokenizing, responses
         namespace = engine.cache.identity.fingerprint()
         self.recent = Recent(lambda salt: group_name(root_key(namespace, salt)))
         self._began_s = time.monotonic()
@@ -210,18 +214,7 @@ class Live:
 
     def _of_storage(self) -> dict[str, Any]:
         status = self._engine.admin.status()
-        names = (
-            "attached",
-            "up",
-            "for_s",
-            "last_error",
-            "bytes",
-            "capacity_bytes",
-            "objects",
-            "room_bytes",
-            "read_only",
-        )
-        return {name: status.get(name) for name in (*names, "lost_objects", "damaged_objects")}
+        return {name: status.get(name) for name in _OF_STORAGE}
 
     # --- parts of the answer
 
@@ -229,10 +222,8 @@ class Live:
         """Ask the engine's thread for the hottest prefixes. While it is busy the last answer stays."""
         if self._asking is None:
             self._asked_s = time.monotonic()
-            what = self._cache.scheduler.core.hottest
-            self._asking = BackgroundCall(
-                "kvarve asks", lambda: self._engine.ask(lambda: what(HOTTEST), ASKED_S)
-            ).future
+            what = partial(self._cache.scheduler.core.hottest, HOTTEST)
+            self._asking = BackgroundCall("kvarve asks", lambda: self._engine.ask(what, ASKED_S)).future
         if wait([self._asking], ASK_S).done:
             asked, self._asking = self._asking, None
             try:
@@ -240,43 +231,46 @@ class Live:
             except KvarveError:  # it has ended
                 self._hottest = []
 
+    def _rejected(self) -> dict[int, int]:
+        """How many requests got each status from 400 on."""
+        found = Counter[int]()
+        for (_, _, status), count in [*self._responses.items()]:
+            if status >= 400:
+                found[status] += count
+        return found
+
     def _tier(self, tier: Tier, stats: Mapping[str, float]) -> dict[str, Any]:
         name, pools = tier.name.lower(), []
         for pool in self._cache.identity.pools:
             place = f"{name}.{pool.name}"
-            used = stats[f"used.{place}"]
-            pools.append(
-                {
-                    "name": pool.name,
-                    "pages": used,
-                    "bytes": used * stats[f"slot_bytes.{place}"],
-                    "evicted": stats[f"evicted.{place}"],
-                }
-            )
+            used, evicted = stats[f"used.{place}"], stats[f"evicted.{place}"]
+            size = used * stats[f"slot_bytes.{place}"]
+            pools.append({"name": pool.name, "pages": used, "bytes": size, "evicted": evicted})
         return {"name": name, "capacity_bytes": _size(tier, stats), "pools": pools}
 
     def _history(self) -> dict[str, Any]:
         samples = [*self._samples]
+
+        def each(number: Callable[[_Sample], Any]) -> list[Any]:
+            return [number(sample) for sample in samples]
+
+        def used(tier: str) -> Callable[[_Sample], float]:
+            return lambda sample: sum(size for place, size in sample.used.items() if place.startswith(f"{tier}."))
+
+        held = {tier.name.lower(): each(used(tier.name.lower())) for tier in self._tiers}
+        if self._storage.get("attached"):
+            held["storage"] = each(lambda sample: sample.stored)
+        cached = each(lambda sample: by_tier(sample.tokens))
         return {
             "every_s": EVERY_S,
-            "unix_s": [round(each.unix_s, 1) for each in samples],
-            "bytes": {
-                tier.name.lower(): [
-                    sum(size for place, size in each.used.items() if place.startswith(f"{tier.name.lower()}."))
-                    for each in samples
-                ]
-                for tier in self._tiers
-            }
-            | ({"storage": [each.stored for each in samples]} if self._storage.get("attached") else {}),
-            "prompt_tokens": [sum(each.tokens.values()) for each in samples],
-            "cached_tokens": {
-                tier.name.lower(): [each.tokens.get(hit, 0) for each in samples]
-                for tier, hit in zip(Tier, HITS, strict=True)
-            },
-            "ttft_p50_s": [each.ttft_s[0] for each in samples],
-            "ttft_p95_s": [each.ttft_s[1] for each in samples],
-            "running": [each.running for each in samples],
-            "waiting": [each.waiting for each in samples],
+            "unix_s": each(lambda sample: round(sample.unix_s, 1)),
+            "bytes": held,
+            "prompt_tokens": each(lambda sample: sum(sample.tokens.values())),
+            "cached_tokens": {tier.name.lower(): [one[tier.name.lower()] for one in cached] for tier in Tier},
+            "ttft_p50_s": each(lambda sample: sample.ttft_s[0]),
+            "ttft_p95_s": each(lambda sample: sample.ttft_s[1]),
+            "running": each(lambda sample: sample.running),
+            "waiting": each(lambda sample: sample.waiting),
         }
 
     def _lanes(self, stats: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -317,25 +311,12 @@ class Live:
         return found
 
 
-def rejections(responses: Responses) -> dict[int, int]:
-    """How many requests got each status from 400 on."""
-    found = Counter[int]()
-    for (_, _, status), count in [*responses.items()]:
-        if status >= 400:
-            found[status] += count
-    return dict(found)
-
-
 def _prefix(prefix: Hottest, page_tokens: int) -> dict[str, Any]:
-    return {
+    told = {name: getattr(prefix, name) for name in ("pages", "hits", *(tier.name.lower() for tier in Tier))}
+    return told | {
         "key": prefix.key.hex()[:KEY_DIGITS],
         "group": group_name(prefix.root),
         "tokens": prefix.pages * page_tokens,
-        "pages": prefix.pages,
-        "hits": prefix.hits,
-        "device": prefix.device,
-        "host": prefix.host,
-        "storage": prefix.storage,
         "resumes": None if prefix.resumes is None else prefix.resumes.name.lower(),
     }
 

@@ -1,17 +1,27 @@
-"""What lies between a server's sockets and its application: keys, TLS, names and pages that it answers to, drain."""
+"""What lies between a server's sockets and its application: keys, TLS, names and pages that it answers to, drain.
 
-from collections.abc import Callable
+TLS has a certificate chain and its key from two PEM files, read again on SIGHUP when they have been renewed. A drain
+refuses new requests from SIGTERM on, while running ones end; health checks say so to load balancers.
+"""
 
-from fastapi.responses import JSONResponse
+import logging
+import ssl
+import time
+from collections.abc import Set
+from pathlib import Path
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvarve.errors import ConfigError
 from kvarve.reference.server.api import Refused
 from kvarve.reference.server.connections import Connections, most_connections
-from kvarve.reference.server.drain import Drain
 from kvarve.reference.server.hosts import NamedHosts, check_hosts, check_origins, names_for, with_origins
 from kvarve.reference.server.serve_settings import Settings
-from kvarve.reference.server.tls import Certificate
+
+log = logging.getLogger(__name__)
+
+METRICS = "/metrics"  # answered to the end of a drain
+LOOK_S = 0.1  # as uvicorn at its end
 
 
 class Edge:
@@ -42,15 +52,11 @@ class Edge:
         if self.certificate is not None:
             self.certificate.reload()
 
-    def around(self, address: str) -> Callable[[ASGIApp], ASGIApp]:
-        """Puts an application behind it. `address`: what its socket is bound to."""
+    def around(self, app: ASGIApp, address: str) -> ASGIApp:
+        """`app` behind it. `address`: what its socket is bound to."""
         names = names_for(self._settings.allowed_host, self._settings.host, address)
-
-        def put(app: ASGIApp) -> ASGIApp:
-            answering = OneLength(with_origins(self.drain.around(app), self._settings.cors_origin))
-            return answering if names is None else NamedHosts(answering, names)
-
-        return put
+        answering = OneLength(with_origins(self.drain.around(app), self._settings.cors_origin))
+        return answering if names is None else NamedHosts(answering, names)
 
 
 class OneLength:
@@ -66,5 +72,69 @@ class OneLength:
             await self._app(scope, receive, send)
             return
         message = "a request has Content-Length or Transfer-Encoding, not both"
-        refused = Refused(400, message, code="two_lengths")
-        await JSONResponse(refused.body(), refused.status, {"Connection": "close"})(scope, receive, send)
+        refused = Refused(400, message, code="two_lengths", headers={"Connection": "close"})
+        await refused.response()(scope, receive, send)
+
+
+class Drain:
+    """Whether requests are admitted. Any thread may ask it to drain."""
+
+    def __init__(self) -> None:
+        self.running: Set[object] = frozenset()  # uvicorn's tasks, one for each request
+        self._draining = False
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
+            if not self._draining or scope["path"] == METRICS:
+                await app(scope, receive, send)
+                return
+            message = "the server is draining: another one has to answer this"
+            refused = Refused(503, message, code="draining", headers={"Retry-After": "1", "Connection": "close"})
+            await refused.response()(scope, receive, send)
+
+        return admitted
+
+    def drain(self, patience_s: float) -> int:
+        """Admit no more, and wait for running requests to end; how many have not after `patience_s`."""
+        self._draining, end_s = True, time.monotonic() + patience_s
+        while self.running and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        return len(self.running)
+
+
+class Certificate:
+    """What the server shows to clients: TLS 1.2 and newer. Connections that are open keep what they began with."""
+
+    def __init__(self, chain: Path, key: Path | None) -> None:
+        """`key`: a file of its own, unless the chain's file has it. ConfigError if they cannot be used."""
+        self._chain, self._key = chain, key
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._load(self.context)
+
+    def reload(self) -> None:
+        """Show what the files have now. Files that cannot be used are logged, and the certificate stays."""
+        try:
+            self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))  # a failed load may leave half of it
+            self._load(self.context)
+        except ConfigError as e:
+            log.error("the certificate stays as it is: %s", e)
+        else:
+            log.info("certificate read again: %s", self._chain)
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        for option, path in (("--tls-cert", self._chain), ("--tls-key", self._key)):
+            if path is not None:
+                try:
+                    path.open("rb").close()
+                except OSError as e:
+                    raise ConfigError(f"{option}: {path}: {e.strerror}") from None
+        try:
+            context.load_cert_chain(self._chain, self._key, password=_no_password)
+        except (ssl.SSLError, ValueError) as e:
+            why = "they do not belong together" if "MISMATCH" in str(e).upper() else "not a PEM certificate and its key"
+            raise ConfigError(f"--tls-cert {self._chain}, --tls-key {self._key or 'not given'}: {why}") from None
+
+
+def _no_password() -> str:
+    """Of an encrypted key: without this, OpenSSL would ask for it at the terminal."""
+    raise ValueError

@@ -18,13 +18,12 @@ from fastapi import Request as Http
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvarve.reference.server.keyfile import Key
-from kvarve.reference.server.spans import Attributes, Traces
+from kvarve.reference.server.spans import MOST_PATH, Attributes, Traces
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("kvarve.audit")
 
 QUIET = ("/health", "/health_generate", "/metrics", "/live/data")  # asked for every few seconds
-MOST_PATH = 200  # characters
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")  # a client may make up others
 CLIENT_GONE = 499  # no status was sent
 _ID = re.compile(r"[!-~]{1,128}")
@@ -77,8 +76,7 @@ class Observed:
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
             what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
             if self._traces is not None and seen.traced is not None:
-                path = scope["path"][:MOST_PATH]
-                self._traces.add(scope["headers"], scope["method"], path, status, began_ns, seen.traced())
+                self._traces.add(scope, status, began_ns, seen.traced())
             if seen.act is not None:
                 whom = f"{peer} with {seen.key.name}" if seen.key else peer
                 audit.info("%s: %s by %s: %s: %d", seen.id, what, whom, seen.act or "asked", status)

@@ -48,7 +48,7 @@ from kvarve.reference.server.middleware import Edge
 from kvarve.reference.server.serve_settings import Settings, check_key
 from kvarve.reference.server.spans import Traces, check_endpoint
 from kvarve.reference.server.starting import Starting, tell_systemd
-from kvarve.reports import check_file
+from kvarve.reports import aligned, check_file
 from kvarve.storage import StorageUsage
 from kvarve.storage.urls import parse_urls, shown
 from kvarve.system.heap import bound_heaps, spare_from_collection
@@ -104,16 +104,8 @@ class Server:
                 self.traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name or model.name)
                 undo.callback(self.traces.close)
             self.connections = edge.connections()
-            app = create_app(
-                self.engine,
-                name=settings.served_model_name,
-                keys=edge.keys,
-                max_body_bytes=settings.max_body_bytes,
-                connections=self.connections,
-                around=edge.around(listener.getsockname()[0]),
-                metrics_compat=settings.metrics_compat,
-                traces=self.traces,
-            )
+            address = listener.getsockname()[0]
+            app = create_app(self.engine, settings, edge, self.connections, address, self.traces)
             self._http = _http(app, self.connections, edge)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
             if ranks is not None:
@@ -155,15 +147,12 @@ class Server:
 
     def describe(self) -> str:
         """The server's configuration as text for the operator."""
-        settings, model = self.settings, self.engine.model
+        settings, model, cache = self.settings, self.engine.model, self.engine.cache
         weights = format_size(sum(tensor.nbytes for tensor in model.model.parameters()))
         each = f" on each of {settings.tp} ranks" if settings.tp > 1 else ""
         lines = [
             ("model", f"{model.name}, {model.identity.architecture.split()[0]}, {model.identity.dtype}"),
-            (
-                "",
-                f"{weights} of weights{each}, context {model.max_tokens} tokens, {settings.device}",
-            ),
+            ("", f"{weights} of weights{each}, context {model.max_tokens} tokens, {settings.device}"),
             ("pages", f"{settings.page_tokens} tokens, prompts computed {settings.chunk_tokens} at a time"),
         ]
         for number, pool in enumerate(model.layout.pools):
@@ -174,23 +163,20 @@ class Server:
             slots = ", ".join(f"{count} on the {tier.name.lower()}" for tier, count in counts.items())
             size = format_size(pool.payload_bytes)
             lines.append((f"pool {pool.name}", f"reads {reads(pool.lookback)}, {size} a page; slots: {slots}"))
-        layout = model.layout
-        room = takes(layout.bytes_per_token, layout.bytes_per_snapshot)
-        lines.append(("hits", f"prompts of {layout.shortest_hit} tokens and more; {room}"))
-        held = ""
+        room = takes(model.layout.bytes_per_token, model.layout.bytes_per_snapshot)
+        held = "" if cache.up else ", down: served without it until it answers"
         with suppress(StorageError):  # it may be slow to answer
-            usage = self.engine.cache.worker.usage()
-            held = _held(usage) if usage is not None else ""
-        if not self.engine.cache.up:
-            held = ", down: served without it until it answers"
-        lines.append(("answers", self._answers()))
-        lines.append(("storage", f"{', then '.join(map(shown, settings.cache.storages)) or 'none'}{held}"))
-        if settings.admin_key is not None:
-            lines.append(("admin", f"{self.url}/admin/storage, with the admin key"))
-        lines.append(("connections", f"{self.connections.most} at most"))
-        lines.append(("url", self.url))
-        width = max(len(word) for word, _ in lines)
-        return "\n".join(f"  {word:<{width}}  {text}" for word, text in lines)
+            if cache.up and (usage := cache.worker.usage()) is not None:
+                held = _held(usage)
+        lines += [
+            ("hits", f"prompts of {model.layout.shortest_hit} tokens and more; {room}"),
+            ("answers", self._answers()),
+            ("storage", f"{', then '.join(map(shown, settings.cache.storages)) or 'none'}{held}"),
+            *([("admin", f"{self.url}/admin/storage, with the admin key")] if settings.admin_key is not None else []),
+            ("connections", f"{self.connections.most} at most"),
+            ("url", self.url),
+        ]
+        return aligned(lines, "  ")
 
     def _answers(self) -> str:
         settings, engine = self.settings, self.engine
@@ -444,12 +430,12 @@ def check_settings(settings: Settings) -> None:
 
 def _held(usage: StorageUsage) -> str:
     """What a storage holds, as far as it tells."""
-    objects = f", {usage.objects} objects" if usage.objects is not None else ""
-    return (
-        (", only read" if usage.read_only else "")
-        + objects
-        + (f", {format_size(usage.bytes)}" if usage.bytes is not None else "")
-    )
+    told = [
+        "only read" if usage.read_only else None,
+        f"{usage.objects} objects" if usage.objects is not None else None,
+        format_size(usage.bytes) if usage.bytes is not None else None,
+    ]
+    return "".join(f", {text}" for text in told if text)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.types import Scope
+
 from kvarve import __version__
 from kvarve.errors import ConfigError
 from kvarve.reference.engine.requests import Finish
@@ -21,6 +23,7 @@ from kvarve.system.background import BackgroundCall
 log = logging.getLogger(__name__)
 
 PATH = "/v1/traces"  # where collectors listen, unless the URL has a path
+MOST_PATH = 200  # characters, in spans and in the log
 MOST_SPANS = 2048  # that wait for the collector; the SDK's own queue is as long
 CLOSE_S = 3.0  # how long the last spans may take at shutdown
 PARENT = (b"traceparent", b"tracestate")  # W3C's headers of the caller's span
@@ -74,20 +77,12 @@ class Traces:
         self._parent = propagation.TraceContextTextMapPropagator()
         self._server, self._error = api.SpanKind.SERVER, api.Status(api.StatusCode.ERROR)
 
-    def add(
-        self,
-        headers: Sequence[tuple[bytes, bytes]],
-        method: str,
-        path: str,
-        status: int,
-        began_ns: int,
-        attributes: Attributes,
-    ) -> None:
-        """A request has ended. `began_ns`: in Unix time; `headers` may name the caller's span."""
+    def add(self, scope: Scope, status: int, began_ns: int, attributes: Attributes) -> None:
+        """A request has ended. `began_ns`: in Unix time; the headers of the `scope` may name the caller's span."""
         if self.ended - self.sent - self.failed >= MOST_SPANS:  # the collector is gone, or too slow
             self.ended, self.failed = self.ended + 1, self.failed + 1
             return
-        carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in PARENT}
+        carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in PARENT}
         span = self._tracer.start_span(
             f"{attributes['gen_ai.operation.name']} {self._model}",
             context=self._parent.extract(carrier),
@@ -97,8 +92,8 @@ class Traces:
                 "gen_ai.provider.name": "kvarve",
                 "gen_ai.request.model": self._model,
                 "gen_ai.response.model": self._model,
-                "http.request.method": method,
-                "url.path": path,
+                "http.request.method": scope["method"],
+                "url.path": scope["path"][:MOST_PATH],
                 "http.response.status_code": status,
                 **({"error.type": str(status)} if status >= 500 else {}),
                 **attributes,
