@@ -70,7 +70,7 @@ class Engine:
 
     def goes_on(self) -> bool:
         """Let copies to and from kvarve's storage go on beside the engine; whether there is more to come."""
-        return self.seam == "connector" and self.core.scheduler.connector._scheduler_side.go_on()
+        return self.seam == "connector" and self.core.scheduler.connector.go_on()
 
     def reset(self, everywhere: bool = False) -> None:
         """Empty the device, or all memory."""
@@ -89,7 +89,7 @@ class Engine:
         if self.seam == "connector":
             from kvarve.pages.pools import Tier
 
-            self.core.scheduler.connector._scheduler_side.scheduler.core.flush((Tier.HOST,))
+            self.core.scheduler.connector.scheduler.core.flush((Tier.HOST,))
 
 
 def serve(make: Callable[[], Engine]) -> None:

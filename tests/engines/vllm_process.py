@@ -92,8 +92,8 @@ class Watched(Engine):
         if self.seam == "connector":
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-            self.worker = get_kv_transfer_group()._worker_side
-            self.scheduler = self.core.scheduler.connector._scheduler_side
+            self.worker = get_kv_transfer_group()
+            self.scheduler = self.core.scheduler.connector
             Recorder(self.worker, self.prints)
             self.guard = self.worker.worker.attached.storage
         elif self.seam == "tiering":

@@ -2,7 +2,7 @@
 
 from cyclopts import App
 
-from kvarve.bench.bench_settings import Accuracy, Hash, LongDocument, Multiturn, Serving, SharedPrefix
+from kvarve.bench.bench_settings import Accuracy, Hash, Load, LongDocument, Multiturn, Serving, SharedPrefix
 from kvarve.settings.options import ConfigFile, needs
 
 EPILOGUE = """\
@@ -19,40 +19,35 @@ bench = App(
 )
 
 
+def _load(kind: str, options: Load) -> int:
+    with needs("server", f"bench {kind}"):
+        from kvarve.bench import run, workloads
+
+    return run.load(kind, options, lambda: workloads.conversations(options))
+
+
 @bench.command
 def serving(*, options: Serving = Serving(), config: ConfigFile = None) -> int:
     """Send random prompts, ShareGPT's, or a trace's."""
-    with needs("server", "bench serving"):
-        from kvarve.bench import run, workloads
-
-    return run.load("serving", options, lambda: workloads.serving(options))
+    return _load("serving", options)
 
 
 @bench.command
 def multiturn(*, options: Multiturn = Multiturn(), config: ConfigFile = None) -> int:
     """Hold conversations: each turn's prompt has all turns before it."""
-    with needs("server", "bench multiturn"):
-        from kvarve.bench import run, workloads
-
-    return run.load("multiturn", options, lambda: workloads.multiturn(options))
+    return _load("multiturn", options)
 
 
 @bench.command(name="shared-prefix")
 def shared_prefix(*, options: SharedPrefix = SharedPrefix(), config: ConfigFile = None) -> int:
     """Send prompts of a few groups, each of which shares a long prefix."""
-    with needs("server", "bench shared-prefix"):
-        from kvarve.bench import run, workloads
-
-    return run.load("shared-prefix", options, lambda: workloads.shared_prefix(options))
+    return _load("shared-prefix", options)
 
 
 @bench.command(name="long-document")
 def long_document(*, options: LongDocument = LongDocument(), config: ConfigFile = None) -> int:
     """Ask several questions about each of a few long documents."""
-    with needs("server", "bench long-document"):
-        from kvarve.bench import run, workloads
-
-    return run.load("long-document", options, lambda: workloads.long_document(options))
+    return _load("long-document", options)
 
 
 @bench.command

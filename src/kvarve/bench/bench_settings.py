@@ -8,10 +8,9 @@ from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from kvarve.settings.commands import AdminKey
-from kvarve.settings.options import FLAT
+from kvarve.settings.options import FLAT, JsonFile
 
 ApiKey = Annotated[str | None, Parameter(env_var="KVARVE_API_KEY", show_env_var=True)]
-Json = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
 
 @FLAT
@@ -38,7 +37,7 @@ class Target:
     """of all that is drawn"""
     out: Path = Path("out")
     """folder for the log of the server that is started, and meanwhile for its storage"""
-    json: Json = None
+    json: JsonFile = None
     """write the figures there; -: to standard output, and nothing else"""
 
 

@@ -54,7 +54,7 @@ async def _rounds(url: str, options: Hash) -> tuple[list[Round], Counts]:
         output_tokens=OUTPUT_TOKENS,
     )
     conversations = multiturn(asked)
-    async with connected(url, options.model if options.server else None, options.api_key, options.admin_key) as client:
+    async with connected(url, options) as client:
         rounds = await in_rounds(client, options, conversations, options.clients)
         check([record for each in rounds for record in each.records if record.error])
         found = ((_SAMPLE.fullmatch(name), value) for name, value in (await client.metrics()).items())

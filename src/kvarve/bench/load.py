@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from kvarve.bench.bench_settings import Target
 from kvarve.bench.workloads import Conversation, Turn
 from kvarve.errors import KvarveError
 
@@ -161,9 +162,9 @@ class Client:
 
 
 @asynccontextmanager
-async def connected(url: str, model: str | None, api_key: str | None, admin_key: str | None) -> AsyncIterator[Client]:
+async def connected(url: str, options: Target) -> AsyncIterator[Client]:
     """A client that knows its model. KvarveError: the server does not answer."""
-    client = Client(url, model, api_key, admin_key)
+    client = Client(url, options.model if options.server else None, options.api_key, options.admin_key)
     try:
         await client.find_model()
         yield client

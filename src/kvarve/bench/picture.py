@@ -7,22 +7,15 @@ from typing import Any
 from kvarve.bench.figures import STATISTICS
 from kvarve.bench.load import TIERS
 from kvarve.errors import ConfigError
+from kvarve.reports import pyplot
 
 COLORS = {"device": "#2a6f97", "host": "#61a5c2", "storage": "#d9a441", "cached": "#61a5c2", "computed": "#b8b8b8"}
 SHADES = ("#b8b8b8", "#2a6f97", "#d9a441", "#61a5c2")
 
 
-def load_matplotlib() -> None:
-    import matplotlib  # noqa: F401  # slow to import
-
-
 def draw(title: str, rounds: Sequence[Mapping[str, Any]], path: Path) -> None:
     """ConfigError: it cannot be written there."""
-    import matplotlib as mpl  # slow to import
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     names = [str(row["round"]) for row in rounds]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     width = 0.8 / len(rounds)

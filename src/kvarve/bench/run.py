@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvarve.bench.bench_settings import Load, Target
 from kvarve.bench.figures import figures, same_answers, table
@@ -18,7 +18,7 @@ from kvarve.bench.load import Client, Record, Round, arrivals, connected, send_a
 from kvarve.bench.workloads import Conversation, warm_up
 from kvarve.errors import ConfigError, KvarveError
 from kvarve.reference.server.server_process import served
-from kvarve.reports import Printer, check_file
+from kvarve.reports import Printer, check_file, pyplot
 from kvarve.settings.options import needs
 
 MEMORY = ("--device-memory", "1GiB", "--host-memory", "2GiB")
@@ -34,7 +34,7 @@ def load(kind: str, options: Load, make: Callable[[], list[Conversation]]) -> in
         with needs("demo", "bench --png"):
             from kvarve.bench import picture
 
-            picture.load_matplotlib()  # what is missing is told before the work
+            pyplot()  # what is missing is told before the work
 
     conversations = make()
     with target(options) as url:
@@ -58,7 +58,7 @@ def load(kind: str, options: Load, make: Callable[[], list[Conversation]]) -> in
 
 async def _rounds(url: str, options: Load, conversations: Sequence[Conversation]) -> list[Round]:
     begins_s = arrivals(conversations, options.rate, options.seed)
-    async with connected(url, options.model if options.server else None, options.api_key, options.admin_key) as client:
+    async with connected(url, options) as client:
         first = await send_all(client, warm_up(options.warmup, conversations, options.seed), options.warmup, None)
         check([record for record in first if record.error])
         return await in_rounds(client, options, conversations, options.clients, begins_s)
@@ -74,12 +74,11 @@ async def in_rounds(
 ) -> list[Round]:
     """All rounds, with what `--flush` says between two of them; `more` is of `Client.ask`."""
     rounds = []
-    with bars(options.rounds, sum(len(each.turns) for each in conversations)) as shown_bars:
+    with bars(options.rounds, sum(len(each.turns) for each in conversations)) as begin:
         for number in range(options.rounds):
             if number and options.flush != "none":
                 await client.flush(options.flush)
-            tick = shown_bars.begin(number)
-            start = time.perf_counter()
+            tick, start = begin(number), time.perf_counter()
             records = await send_all(client, conversations, clients, begins_s, tick, **more)
             rounds.append(Round(f"round {number + 1}", records, time.perf_counter() - start))
     return rounds
@@ -143,35 +142,30 @@ def shown(options: Target) -> dict[str, Any]:
     }
 
 
-class Bars:
-    """Progress on standard error: a bar for each round."""
-
-    def __init__(self, progress: Progress, rounds: int, requests: int) -> None:
-        self._progress, self._tasks = progress, list[TaskID]()
-        for number in range(rounds):
-            self._tasks.append(progress.add_task(f"round {number + 1}", total=requests, start=False, last=""))
-
-    def begin(self, number: int) -> Callable[[Record], None]:
-        """What is told of each request that ends."""
-        task, seconds, failed = self._tasks[number], list[float](), list[str]()
-        self._progress.start_task(task)
-
-        def tick(record: Record) -> None:
-            if record.error:
-                failed.append(record.error)
-            else:
-                seconds.append(record.first_s - record.due_s)
-            last = f"TTFT {1e3 * sum(seconds) / len(seconds):,.0f} ms" if seconds else ""
-            self._progress.update(task, advance=1, last=last + (f", {len(failed)} failed" if failed else ""))
-
-        return tick
-
-
 @contextmanager
-def bars(rounds: int, requests: int) -> Iterator[Bars]:
+def bars(rounds: int, requests: int) -> Iterator[Callable[[int], Callable[[Record], None]]]:
+    """Progress on standard error, a bar for each round: begins one, and is told of each request that ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(
         *columns, TextColumn("{task.fields[last]}"), console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        yield Bars(progress, rounds, requests)
+        tasks = [
+            progress.add_task(f"round {number + 1}", total=requests, start=False, last="") for number in range(rounds)
+        ]
+
+        def begin(number: int) -> Callable[[Record], None]:
+            seconds, failed = list[float](), list[str]()
+            progress.start_task(tasks[number])
+
+            def tick(record: Record) -> None:
+                if record.error:
+                    failed.append(record.error)
+                else:
+                    seconds.append(record.first_s - record.due_s)
+                last = f"TTFT {1e3 * sum(seconds) / len(seconds):,.0f} ms" if seconds else ""
+                progress.update(tasks[number], advance=1, last=last + (f", {len(failed)} failed" if failed else ""))
+
+            return tick
+
+        yield begin

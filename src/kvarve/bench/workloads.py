@@ -7,6 +7,7 @@ those of the file: so all rounds, and all servers, get the same prompts.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,13 @@ def warm_up(count: int, like: Sequence[Conversation], seed: int) -> list[Convers
     return [Conversation((Turn(tokens(rng, size), like[0].turns[0].output_tokens),)) for size in sizes]
 
 
+@singledispatch
+def conversations(options: Load) -> list[Conversation]:
+    """What a subcommand sends."""
+    raise NotImplementedError
+
+
+@conversations.register
 def serving(options: Serving) -> list[Conversation]:
     if options.input == "random":
         rng = _drawn(options, 10)
@@ -71,6 +79,7 @@ def serving(options: Serving) -> list[Conversation]:
     return [*islice(trace(path, options), options.requests)]
 
 
+@conversations.register
 def multiturn(options: Multiturn) -> list[Conversation]:
     count = options.conversations or options.clients
     if options.input != "random":
@@ -93,6 +102,7 @@ def random_turns(rng: np.random.Generator, turns: int, input_tokens: int, output
     return Conversation(tuple(made))
 
 
+@conversations.register
 def shared_prefix(options: SharedPrefix) -> list[Conversation]:
     """The prompts of all groups in random order."""
     rng = _drawn(options, 12)
@@ -105,6 +115,7 @@ def shared_prefix(options: SharedPrefix) -> list[Conversation]:
     return [made[at] for at in rng.permutation(len(made))]
 
 
+@conversations.register
 def long_document(options: LongDocument) -> list[Conversation]:
     rng = _drawn(options, 13)
     documents = [tokens(rng, options.document_tokens) for _ in range(options.documents)]

@@ -277,22 +277,6 @@ class Replica:
         self._go_on()
 
 
-class Router:
-    """Which replica gets a request."""
-
-    def __init__(self, replicas: list[Replica], routing: str) -> None:
-        self._replicas, self._by_prefix = replicas, PrefixRouter()
-        self._dice = random.Random(SEED) if routing == "random" else None
-
-    def choose(self, root: bytes, packed: bytes) -> Replica:
-        if len(self._replicas) == 1:
-            return self._replicas[0]
-        if self._dice:
-            return self._dice.choice(self._replicas)
-        work = [TOKEN_BYTES * each.work for each in self._replicas]
-        return self._replicas[self._by_prefix.choose(root, packed, work)]
-
-
 def replay(
     trace_path: str | Path,
     config: SimulationConfig,
@@ -318,13 +302,19 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
     """Run requests, in the order of their time, through new cores."""
     report, clock, storage = SimulationReport(), Clock(), LruIndex(config.storage_memory)
     replicas = [Replica(config, clock, storage, report) for _ in range(config.replicas)]
-    router = Router(replicas, config.routing)
+    by_prefix, dice = PrefixRouter(), random.Random(SEED) if config.routing == "random" else None
     prompts, infinite = Prompts(config.block_tokens), Infinite(config.block_tokens)
     for request in requests:
         clock.until(request.timestamp_ms / 1000)
         packed = bind_to_chunk(prompts.packed(request), config.page_tokens, config.grid)
         root = root_key(MODEL + request.salt.encode(errors="surrogatepass"))
-        router.choose(root, packed).take(request, root, packed)
+        if len(replicas) == 1:
+            chosen = 0
+        elif dice is not None:
+            chosen = dice.randrange(len(replicas))
+        else:
+            chosen = by_prefix.choose(root, packed, [TOKEN_BYTES * each.work for each in replicas])
+        replicas[chosen].take(request, root, packed)
         report.requests += 1
         report.prompt_tokens += request.input_length
         report.output_tokens += request.output_length

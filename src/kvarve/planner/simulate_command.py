@@ -17,9 +17,9 @@ from kvarve.pages.pools import Tier
 from kvarve.pages.sizes import format_size
 from kvarve.planner.replayer import SimulationReport, replay, requests_of
 from kvarve.planner.simulation_config import SimulationConfig
-from kvarve.planner.sweep import COMPARED, SHARES, Point, draw, load_matplotlib
+from kvarve.planner.sweep import COMPARED, SHARES, Point, draw
 from kvarve.planner.sweep import sweep as curve
-from kvarve.reports import check_file, is_stdout, plain_table, write_json
+from kvarve.reports import check_file, is_stdout, plain_table, pyplot, write_json
 from kvarve.settings.options import FLAT, ConfigFile, JsonFile, needs
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -81,7 +81,7 @@ def _check_sweep(path: Path, settings: SimulationConfig) -> None:
     if path.suffix not in PICTURES:
         raise ConfigError(f"--sweep: {path}: a picture's name ends in one of {', '.join(PICTURES)}")
     with needs("demo", "simulate --sweep"):
-        load_matplotlib()
+        pyplot()  # what is missing is told before the work
 
 
 def _curve(points: Sequence[Point]) -> Table:

@@ -11,6 +11,7 @@ from kvarve.planner.belady import Belady, most_pages
 from kvarve.planner.replayer import replayed
 from kvarve.planner.simulation_config import SimulationConfig
 from kvarve.planner.traces import TraceRequest
+from kvarve.reports import pyplot
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of what all pages of a trace take
 COMPARED = tuple(name for name in ORDERS if name != "priority")  # traces know no priorities: it would be LRU
@@ -51,18 +52,9 @@ def sweep(
         raise ConfigError("the trace is too small: even memory for all of its pages is too little for this model")
 
 
-def load_matplotlib() -> None:
-    """If no picture can be drawn, that is told before the work."""
-    import matplotlib  # noqa: F401  # slow to import
-
-
 def draw(points: Sequence[Point], title: str, path: Path) -> None:
     """Miss ratios over memory."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     sizes = [point.device_memory / 1e9 for point in points]
     for order in COMPARED:

@@ -42,7 +42,7 @@ from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cache.worker import CacheWorker
 from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.vllm.adapters import Adapters, Use
-from kvarve.connectors.vllm.block_plan import BlockPlanner, Group, Offer, Plan, Removed, Scheduled, Stored
+from kvarve.connectors.vllm.block_plan import BlockPlanner, Offer, Plan, Removed, Scheduled, Stored
 from kvarve.connectors.vllm.engine_calls import Around
 from kvarve.connectors.vllm.groups import check_engine, device_of, groups_of, identity_of, layout_of
 from kvarve.connectors.vllm.vllm_metrics import COUNTERS, KvarveMetrics, KvarveStats
@@ -102,35 +102,30 @@ class Ready(KVConnectorHandshakeMetadata):
 
 
 class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
-    """Prefixes of all cache groups, kept in host memory and storages, found as one set."""
+    """Prefixes of all cache groups, kept in host memory and storages, found as one set. vLLM makes the side of its
+    process, and calls of the other one's only what does nothing here."""
+
+    def __new__(cls, vllm_config: "VllmConfig", role: KVConnectorRole, *_: Any) -> Any:
+        return super().__new__(WorkerSide if role is KVConnectorRole.WORKER else SchedulerSide)
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        self._settings = ConnectorSettings.read(transfer.kv_connector_extra_config, WHERE)
+        self._settings = ConnectorSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config, WHERE)
         check_engine(vllm_config)
         self._page, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._groups = groups_of(kv_cache_config, self._page)
-        if role is KVConnectorRole.WORKER:
-            self._worker_side = WorkerSide(vllm_config, kv_cache_config, self._settings, self._groups, self._page)
-        else:
-            events = vllm_config.kv_events_config
-            tells = events is not None and events.enable_kv_cache_events
-            lora = vllm_config.lora_config
-            places = 0 if lora is None else lora.max_cpu_loras
-            self._scheduler_side = SchedulerSide(self._settings, self._groups, self._hash_tokens, tells, places)
 
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # it is a cache: a page that is lost is computed
 
-    # --- in the worker's process
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return KvarveStats(data=data or {})
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._worker_side.register(kv_caches)
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        return self._worker_side.ready()
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> KVConnectorPromMetrics:
+        return KvarveMetrics(*given)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass  # with the saves in `wait_for_save`, since orders are carried out in their order
@@ -142,111 +137,43 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def wait_for_save(self) -> None:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
-        self._worker_side.do(orders)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        received, failed = self._worker_side.collect()
-        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker_side.take_report()
-
-    # --- in the scheduler's process
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        (ready,) = metadata.values()
-        assert isinstance(ready, Ready)
-        self._scheduler_side.start(ready)
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler_side.pool = gpu_block_pool
+        pass
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found = self._scheduler_side.ask(request, num_computed_tokens)
-        return found, bool(found)
+        raise NotImplementedError
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler_side.planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
-
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        if not num_external_tokens:
-            return {}
-        found = self._scheduler_side.planner.sources(request.request_id)
-        return {SOURCES[tier]: tokens for tier, tokens in found.items()}
+        raise NotImplementedError
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        return self._scheduler_side.plan(scheduler_output)
+        raise NotImplementedError
 
-    def update_connector_output(self, connector_output: Any) -> None:
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, Reported):
-            self._scheduler_side.ended(told)
-        self._scheduler_side.received(connector_output.finished_recving or set())
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler_side.finished(request.request_id)
-        return False, None  # copies hold references of their own
-
-    def has_pending_push_work(self) -> bool:
-        return self._scheduler_side.planner.busy()
-
-    def has_pending_block_frees(self) -> bool:
-        return self._scheduler_side.frees_blocks()
-
-    def take_events(self) -> Iterable[Any]:
-        return self._scheduler_side.take_events()
-
-    def reset_cache(self) -> None:
-        self._scheduler_side.forget()
-
-    # --- in either
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._scheduler_side.stats() if self.role is KVConnectorRole.SCHEDULER else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return KvarveStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: "VllmConfig",
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
-        return KvarveMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def shutdown(self) -> None:
-        if self.role is KVConnectorRole.WORKER:
-            self._worker_side.close()
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        raise NotImplementedError
 
 
-class SchedulerSide:
+class SchedulerSide(KvarveConnector):
     """Plans, and holds references to the blocks that copies use."""
 
     planner: BlockPlanner
     pool: Any  # vLLM's BlockPool
 
-    def __init__(self, settings: Any, groups: tuple[Group, ...], hash_tokens: int, tells: bool, places: int) -> None:
-        self._settings, self._groups, self._hash_tokens, self._tells = settings, groups, hash_tokens, tells
+    def __init__(self, vllm_config: "VllmConfig", *more: Any) -> None:
+        super().__init__(vllm_config, *more)
+        events, lora = vllm_config.kv_events_config, vllm_config.lora_config
+        self._tells = events is not None and events.enable_kv_cache_events
         self._held: Counter[int] = Counter()  # references by block
         self._told: dict[str, float] = {}  # counters that have been given to vLLM
         self._explained: Counter[Reason] = Counter()  # the same of tokens by reason
         self._levels: dict[str, float] = {}  # of the host, by group, as last given to vLLM
         self._void: set[str] = set()  # requests whose loaded pages vLLM must not use: their loads count as failed
-        self._around = Around(self.forget, self.settle)
+        self._around = Around(self.reset_cache, self.settle)
+        places = 0 if lora is None else lora.max_cpu_loras
         self._adapters = Adapters(places, self._look, lambda: self.pool.cached_block_hash_to_block)
 
-    def start(self, ready: Ready) -> None:
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        (ready,) = metadata.values()
+        assert isinstance(ready, Ready)
         shape = ready.identity, self._settings.cache, ready.slots
         self.scheduler = CacheScheduler(*shape, storage=ready.storage, only_read=ready.only_read)
         self.planner = BlockPlanner(self.scheduler, self._groups, self._hash_tokens, tells=self._tells)
@@ -256,20 +183,37 @@ class SchedulerSide:
         for name in ("add_lora", "remove_lora"):
             self._around.watch(name, after=self._adapters_changed)
 
-    def ask(self, request: Any, computed: int) -> int | None:
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.pool = gpu_block_pool
+
+    # --- a request's life
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._around.look_again()
         if not self._adapters.enter(request):
-            return None  # once a request with another adapter has ended
+            return None, False  # once a request with another adapter has ended
         read = not request.skip_reading_prefix_cache
         # vLLM does not say whether it has cached a part of a page.
-        prefix = bool(computed) or self._hash_tokens < self.planner.page_tokens
+        prefix = bool(num_computed_tokens) or self._hash_tokens < self.planner.page_tokens
         salt = partial(self._adapters.salt, request.lora_request, prefix)
-        return self.planner.ask(request, computed, time.monotonic(), read, salt)
+        found = self.planner.ask(request, num_computed_tokens, time.monotonic(), read, salt)
+        return found, bool(found)
 
-    def finished(self, request_id: str) -> None:
-        self.planner.finished(request_id)
-        self._adapters.leave(request_id)
-        self._void.discard(request_id)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        found = self.planner.sources(request.request_id) if num_external_tokens else {}
+        return {SOURCES[tier]: tokens for tier, tokens in found.items()}
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        self.planner.finished(request.request_id)
+        self._adapters.leave(request.request_id)
+        self._void.discard(request.request_id)
+        return False, None  # copies hold references of their own
 
     def _look(self, lora: Any, others: set[int]) -> str:
         (digest,) = self._around.ask(adapter_now, lora, others) or [""]
@@ -277,7 +221,7 @@ class SchedulerSide:
 
     # --- when weights change
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Name pages anew from now on, as the weights are others, or will be."""
         self._adapters.model_changed()
         self._discard(self.planner.loaded())
@@ -303,16 +247,10 @@ class SchedulerSide:
         self._void.update(requests)
         self._void -= self._around.compute(self._void)
 
-    def received(self, requests: set[str]) -> None:
-        """vLLM is about to take in that the loads of these requests have ended."""
-        if void := self._void & requests:
-            self._void -= void
-            self._around.fail(void)
-
     # --- each step
 
-    def plan(self, output: "SchedulerOutput") -> Orders:
-        state = output.kv_connector_block_state
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> Orders:
+        output, state = scheduler_output, scheduler_output.kv_connector_block_state
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         again = output.scheduled_cached_reqs
         computed |= dict(zip(again.req_ids, again.num_computed_tokens, strict=True))
@@ -336,7 +274,15 @@ class SchedulerSide:
         computed = [self._adapters.use(name, salt) for name, salt in self.planner.salts(scheduled).items()]
         return Orders(Plan(plan.orders, plan.loads), idle=not scheduled, copied=copied, computed=computed)
 
-    def ended(self, told: Reported) -> None:
+    def update_connector_output(self, connector_output: Any) -> None:
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, Reported):
+            self._ended(told)
+        if void := self._void & (connector_output.finished_recving or set()):  # vLLM is about to take these in
+            self._void -= void
+            self._around.fail(void)
+
+    def _ended(self, told: Reported) -> None:
         for use in told.mixed:
             self.planner.distrust(use.request)
             self._adapters.mixed(use.adapter)
@@ -365,12 +311,15 @@ class SchedulerSide:
     def _exchange(self) -> bool:
         """Orders and a report without a step; False without an engine to carry them."""
         for told, received, failed in self._around.ask(beside, self._plan({}, {})) or ():
-            self.ended(told)
+            self._ended(told)
             self._around.received(received, failed)
             return True
         return False
 
-    def frees_blocks(self) -> bool:
+    def has_pending_push_work(self) -> bool:
+        return self.planner.busy()
+
+    def has_pending_block_frees(self) -> bool:
         """Whether a block is in use for nothing but copies in flight."""
         return any(self.pool.blocks[block].ref_cnt == users for block, users in self._held.items())
 
@@ -400,7 +349,7 @@ class SchedulerSide:
         name = maybe_convert_block_hash(page.name)
         return BlockRemoved(block_hashes=[name], medium=MEDIUM_CPU, group_idx=self._groups[page.pool].number)
 
-    def stats(self) -> KVConnectorStats | None:
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counters since the last call, and levels."""
         found = self.scheduler.stats() | {"failed_loads": self.planner.failed_loads}
         now = {name: found[name] for name in COUNTERS}
@@ -424,19 +373,11 @@ class SchedulerSide:
             self._held += Counter()  # only what is above zero
 
 
-class WorkerSide:
+class WorkerSide(KvarveConnector):
     """Copies between the engine's tensors, host memory and storage."""
 
-    def __init__(
-        self,
-        vllm_config: "VllmConfig",
-        kv_cache_config: "KVCacheConfig",
-        settings: Any,
-        groups: tuple[Group, ...],
-        page_tokens: int,
-    ) -> None:
-        self._vllm, self._cache_config, self._settings = vllm_config, kv_cache_config, settings
-        self._groups, self._page = groups, page_tokens
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._worker: CacheWorker | None = None
         self.engine: Any = None  # vLLM's worker
         self._loads: dict[int, tuple[str, int]] = {}  # by copy: its request, and how many pages it has
@@ -452,17 +393,18 @@ class WorkerSide:
         assert self._worker is not None, "the engine gives its tensors first"
         return self._worker
 
-    def register(self, tensors: Mapping[str, Any]) -> None:
-        blocks = self._cache_config.num_blocks
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        assert self._kv_cache_config is not None
+        blocks = self._kv_cache_config.num_blocks
         pools, layers, kept = [], [], []
         for group in self._groups:
-            spec = self._cache_config.kv_cache_groups[group.number]
-            mine = {name: tensors[name] for name in spec.layer_names if name in tensors}
+            spec = self._kv_cache_config.kv_cache_groups[group.number]
+            mine = {name: kv_caches[name] for name in spec.layer_names if name in kv_caches}
             sizes = [block_bytes(name, tensor, blocks).shape[1] for name, tensor in mine.items()]
             pools.append(pool_of(group.name, sizes, group.lookback, group.blocks(self._page)))
             layers.append(mine)
             kept.append(layout_of(spec, mine))
-        identity = identity_of(self._vllm, pools, self._page, kept, self._settings.weights, device_of(layers))
+        identity = identity_of(self._vllm_config, pools, self._page, kept, self._settings.weights, device_of(layers))
         arenas = [
             EngineArena(pool, mine, blocks, group.blocks(self._page))
             for pool, mine, group in zip(pools, layers, self._groups, strict=True)
@@ -473,10 +415,15 @@ class WorkerSide:
             "kvarve keeps pages of %d tokens in host memory, at most by group: %s (%s)", self._page, slots, identity
         )
 
-    def ready(self) -> Ready:
+    def get_handshake_metadata(self) -> Ready:
         attached = self.worker.attached
         only_read = attached is not None and attached.only_read
         return Ready(self.worker.identity, self.worker.slots, attached is not None, only_read)
+
+    def wait_for_save(self) -> None:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        self.do(orders)
 
     def do(self, orders: Orders) -> None:
         """Carry out the orders of a step that has been computed."""
@@ -521,7 +468,11 @@ class WorkerSide:
         (received, self._received), (failed, self._failed) = (self._received, set()), (self._failed, set())
         return received, failed
 
-    def take_report(self) -> Reported | None:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self.collect()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> Reported | None:
         """What is new since the last one; nothing if that is nothing."""
         report, self._report = self._report, None
         if report is None or (not report.events and not self._told and report.up == self._up):
@@ -530,7 +481,7 @@ class WorkerSide:
         mixed, self._told = self._told, []
         return Reported(report, mixed)
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close(CLOSING_S, CLOSE_S, up=self._worker.up)
             self._worker = None
@@ -550,11 +501,9 @@ def beside(_: Any, orders: Orders) -> tuple[Reported, set[str], set[str]]:
     (side,) = _sides()
     side.do(orders)
     ended = side.collect()
-    return side.take_report() or Reported(Report(up=side.worker.up), []), *ended
+    return side.build_connector_worker_meta() or Reported(Report(up=side.worker.up), []), *ended
 
 
 def _sides() -> list[WorkerSide]:
     group = get_kv_transfer_group()
-    return [
-        each._worker_side for each in [group, *getattr(group, "_connectors", [])] if isinstance(each, KvarveConnector)
-    ]
+    return [each for each in [group, *getattr(group, "_connectors", [])] if isinstance(each, WorkerSide)]

@@ -44,7 +44,7 @@ class Engine:
         """Of vLLM, and, if the connector is there, its pages by what became of them since the start."""
         found = {"vllm": VLLM_VERSION, "page": self.core.scheduler.block_size}
         if self._connected:
-            side = self.core.scheduler.connector._scheduler_side
+            side = self.core.scheduler.connector
             stats = side.scheduler.stats()
             found |= {"groups": len(side._groups), "counts": {name: stats[name] for name in COUNTED}}
         return found
@@ -88,7 +88,7 @@ class Engine:
         """Step until no copy is in flight."""
         while self.core.scheduler.has_requests():
             self.core.step()
-        while self._connected and self.core.scheduler.connector._scheduler_side.go_on():
+        while self._connected and self.core.scheduler.connector.go_on():
             pass
 
     def empty(self, host: bool) -> None:
@@ -96,7 +96,7 @@ class Engine:
         self.drain()
         assert self.llm.reset_prefix_cache(), "a block is still in use"
         if host:
-            self.core.scheduler.connector._scheduler_side.scheduler.core.flush((Tier.HOST,))
+            self.core.scheduler.connector.scheduler.core.flush((Tier.HOST,))
 
     def _sources(self) -> dict[str, float]:
         return {
