@@ -9,7 +9,7 @@ from kvarve.storage import MemoryStorage, Storage, Tiers
 from kvarve.storage.memory_storage import forget_memory
 from kvarve.testing import MakeStorage
 from kvarve.testing.suite import LABEL, Damage
-from kvarve.testing.suite_damage import OTHER_BYTES
+from kvarve.testing.suite_use import OTHER_BYTES
 
 
 @contextmanager

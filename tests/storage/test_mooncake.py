@@ -17,7 +17,7 @@ from kvarve.storage.mooncake.mooncake_settings import Settings
 from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
 from kvarve.testing import suite
 from kvarve.testing.suite import LABEL, OTHER_LABEL, Damage, MakeStorage, StorageSuite, UrlOf, get, put
-from kvarve.testing.suite_damage import OTHER_BYTES
+from kvarve.testing.suite_use import OTHER_BYTES
 
 _tests = itertools.count()
 

@@ -24,7 +24,7 @@ from kvarve.testing.suite import (
     put,
     there,
 )
-from kvarve.testing.suite_damage import OTHER_BYTES
+from kvarve.testing.suite_use import OTHER_BYTES
 
 _tests = itertools.count()
 

@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
     if f"{__name__}.suite" not in sys.modules:
         import pytest
 
-        for each in ("suite", "suite_damage", "suite_use"):  # failures then show their values
+        for each in ("suite", "suite_use"):  # failures then show their values
             pytest.register_assert_rewrite(f"{__name__}.{each}")
     from kvarve.testing import suite
 

@@ -25,9 +25,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage
-from kvarve.testing.suite_damage import Damage, DamageSuite
-from kvarve.testing.suite_tools import LABEL, OTHER_LABEL, MakeStorage, evicted, get, holds, put, there
-from kvarve.testing.suite_use import MakeAging, QuotaSuite, TtlSuite, UrlOf
+from kvarve.testing.suite_use import (
+    LABEL,
+    OTHER_LABEL,
+    Damage,
+    DamageSuite,
+    MakeAging,
+    MakeStorage,
+    QuotaSuite,
+    TtlSuite,
+    UrlOf,
+    evicted,
+    get,
+    holds,
+    put,
+    there,
+)
 
 BAD_NAMES = ["", ".", "..", "../up", "a/b", "a\\b", "a b", "a\n", "a\0", "é", "a~", "x" * 201]
 

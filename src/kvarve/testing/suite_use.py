@@ -1,19 +1,21 @@
-"""The part of the suite about how storages are used: several at a place, any buffer, large calls, ends at any time."""
+"""Parts of the suite: how storages are used (several at a place, any buffer, large calls, ends at any time), and what
+becomes of objects that are not what was put: one of them costs itself, and no other."""
 
 import mmap
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
+from typing import Protocol
 
 import pytest
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, deadline
-from kvarve.testing.suite_tools import LABEL, MakeStorage, evicted, get, holds, put, there
 
+LABEL, OTHER_LABEL = b"\x01" * 32, b"\x02" * 32
 LONG_S = 60.0
 OBJECT_BYTES = 20_000
 WRITER = """
@@ -25,8 +27,55 @@ for turn in itertools.count():
     assert storage.put(names, [memoryview(bytes([turn % 251]) * int(sys.argv[3]))] * 8) == [True] * 8
     print(turn, flush=True)
 """
+# What another program may have written in an object's place, where that is bytes.
+OTHER_BYTES = {
+    "another program's bytes": b"x" * OBJECT_BYTES,
+    "fewer bytes": b"x" * (OBJECT_BYTES // 3),
+    "more bytes": b"x" * (3 * OBJECT_BYTES),
+    "no byte": b"",
+}
+Damage = Callable[[Storage, str], object]
 UrlOf = Callable[[str], tuple[str, bytes]]
 MakeAging = Callable[[float], tuple[Storage, Callable[[float], None]]]
+
+
+class MakeStorage(Protocol):
+    def __call__(
+        self,
+        *,
+        label: bytes = LABEL,
+        description: str = "model A",
+        capacity_bytes: int = 64 << 20,
+        place: str = "here",
+    ) -> Storage: ...
+
+
+def put(storage: Storage, **objects: bytes) -> list[bool]:
+    """Store these in one call."""
+    return storage.put(list(objects), [memoryview(data) for data in objects.values()])
+
+
+def get(storage: Storage, name: str, buffer_bytes: int = 4 << 20) -> bytes | None:
+    """The object, as far as the buffer goes."""
+    buffer = bytearray(buffer_bytes)
+    (size_bytes,) = storage.get([name], [memoryview(buffer)])
+    return None if size_bytes is None else bytes(buffer[:size_bytes])
+
+
+def there(storage: Storage, *names: str) -> str:
+    """Which of the names are there, as "a c"."""
+    return " ".join(name for name, found in zip(names, storage.exists(names), strict=True) if found)
+
+
+def holds(storage: Storage, objects: int, size_bytes: int) -> bool:
+    """Whether a storage says that it holds so much, or that it cannot tell."""
+    usage = storage.usage()
+    return usage.objects in (objects, None) and usage.bytes in (size_bytes, None)
+
+
+def evicted(storage: Storage, objects: int) -> bool:
+    """The same for what it has evicted."""
+    return storage.usage().evicted in (objects, None)
 
 
 class UseSuite:
@@ -177,6 +226,56 @@ class UseSuite:
             assert storage.exists([*names, "page"]) == [True] * 8 + [False]
 
 
+def read(storage: Storage, names: Sequence[str]) -> list[bytes | None]:
+    """Each object as a caller takes it: None if it is missing or of another size than it was put with."""
+    buffers = [memoryview(bytearray(OBJECT_BYTES)) for _ in names]
+    sizes = storage.get(names, buffers)
+    return [bytes(view) if size == OBJECT_BYTES else None for size, view in zip(sizes, buffers, strict=True)]
+
+
+class DamageSuite(UseSuite):
+    """A part of `StorageSuite`."""
+
+    @pytest.fixture
+    def damages(self) -> Mapping[str, Damage]:
+        """What may befall a stored object, by name: `damage(storage, name)` does it, past the storage that
+        `make_storage` has opened: a flipped bit, bytes of another program, a value of another type, a lost file."""
+        return {}
+
+    def test_a_damaged_object_costs_itself_and_no_other(
+        self, make_storage: MakeStorage, damages: Mapping[str, Damage]
+    ) -> None:
+        if not damages:
+            pytest.skip("its tests know no way to damage an object")
+        alone, *together = names = [f"page-{i}" for i in range(6)]
+        whole = [bytes([i + 1]) * OBJECT_BYTES for i in range(6)]
+        data, others = [memoryview(each) for each in whole], [0, 1, 3, 4]  # of those read together
+        for number, (what, damage) in enumerate(damages.items()):
+            storage = make_storage(place=f"damaged-{number}")
+            assert storage.put(names, data) == [True] * 6
+            self.settle(storage)
+            damage(storage, alone)
+            damage(storage, together[2])
+            for _ in range(4):  # nothing else is asked for meanwhile
+                assert read(storage, [alone]) != whole[:1], what
+            (size,) = storage.get([alone], [memoryview(bytearray(OBJECT_BYTES))])
+            assert size is not None or storage.exists([alone]) == [False], f"{what}: its caller would not delete it"
+            found = read(storage, together)
+            assert found[2] != whole[3], what
+            assert [found[i] for i in others] == [whole[i + 1] for i in others], what
+            storage.touch(names)
+            assert [storage.exists(together)[i] for i in others] == [True] * 4, what
+            assert [storage.put(together, data[1:])[i] for i in others] == [True] * 4, what
+            damaged = [alone, together[2]]
+            storage.delete(damaged)  # as a caller does whose check has failed
+            assert storage.exists(damaged) == [False] * 2, what
+            assert storage.put(names, data) == [True] * 6, what
+            self.settle(storage)
+            assert read(storage, names) == whole, what
+            assert holds(storage, 6, 6 * OBJECT_BYTES), what
+            storage.drop()
+
+
 class TtlSuite:
     """An object is missing once it was stored longer ago than its storage's `ttl`. For a backend that has one."""
 
@@ -224,6 +323,3 @@ class QuotaSuite:
         storage = make_limited(2)
         assert put(storage, **{f"a-{i}": bytes(10) for i in range(3)}, **{"b-0": b"1"}) == [True, True, False, True]
         assert there(storage, "a-0", "a-1", "a-2", "b-0") == "a-0 a-1 b-0"
-
-
-__all__ = ["LABEL", "MakeAging", "QuotaSuite", "TtlSuite", "UrlOf", "UseSuite"]
