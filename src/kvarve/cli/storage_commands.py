@@ -6,6 +6,7 @@ says why).
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,11 @@ ORDERS: dict[str, Callable[[Stored], float]] = {
 }
 _SHORT = 12  # hex digits of a fingerprint or a key, for people
 _SHOWN = 20  # damaged objects, for people
+_UNCHECKED = {  # objects that cannot be checked: no page's name, no key given, no library for their compression
+    "unknown": "without a page's name: not checked",
+    "keyed": "sealed with a key: not checked (--storage-key)",
+    "compressed": "compressed: not checked (install the extra 'compress')",
+}
 _UNITS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (2 * 60, 60, "min"), (0, 1, "s"))
 
 
@@ -72,17 +78,11 @@ def ls(url: Url, /, *, options: Ls = Ls()) -> int:
     table = plain_table("group", "page", "pool", right=("rank", "size", "stored", "used", "uses"))
     for _, each in shown:  # `stat` has the groups by model
         about = parse_object_name(each.name)
-        table.add_row(
-            *(
-                (about.group, about.key.hex()[:_SHORT], about.pool, f"{about.rank} of {about.ranks}")
-                if about
-                else ("", each.name, "", "")
-            ),
-            format_size(each.size_bytes),
-            _age(each.stored_s_ago),
-            _age(each.used_s_ago),
-            f"{each.uses:,}",
-        )
+        name = ("", each.name, "", "")
+        if about:
+            name = (about.group, about.key.hex()[:_SHORT], about.pool, f"{about.rank} of {about.ranks}")
+        ages = _age(each.stored_s_ago), _age(each.used_s_ago)
+        table.add_row(*name, format_size(each.size_bytes), *ages, f"{each.uses:,}")
     if shown:
         out.table(table)
     size = format_size(sum(each.size_bytes for _, each in found))
@@ -106,9 +106,7 @@ def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
         with maintenance.inspect(place.folder, model) as inspection:
             objects, slots, lost = inspection.objects(), inspection.states(), inspection.lost
         rows = _shares(objects)
-        reports.append(
-            _model_json(model) | {"slots": slots, "objects": len(objects), "groups": [*rows]} | {"lost": lost}
-        )
+        reports.append(_model_json(model) | {"slots": slots, "objects": len(objects), "groups": [*rows], "lost": lost})
         use = "in use" if model.in_use else f"not used for {_age(_unused_s(model, objects))}"
         out.say(f"\n{model.description}")
         out.say(f"  fingerprint {_short(model)}, {use}, {format_size(model.file_bytes)} on disk")
@@ -129,9 +127,7 @@ def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
     seal = seal_of(options.storage_key)
     place, out = _place(url, verify=True), Printer(options.json)
     reports: list[dict[str, Any]] = []
-    contents = maintenance.contents(place.folder)
-    for damage in contents.damaged:
-        out.say(damage)
+    contents = _contents(place, out)
     damages = len(contents.damaged)
     for model in contents.models:
         inspector = Inspector(model.label, seal)
@@ -140,29 +136,20 @@ def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
             lost, lost_objects = inspection.lost, inspection.lost_objects
         damages += len(damaged) + len(lost)
         whys = {name: inspector.whys.get(name, "cannot be read") for name in damaged}
-        reports.append(
-            _model_json(model)
-            | {"read": read, "unknown": inspector.unknown, "keyed": inspector.keyed, "lost": lost}
-            | {"lost_objects": lost_objects}
-            | {"compressed": inspector.compressed}
-            | {"damaged": [{"name": name, "why": why} for name, why in whys.items()]}
-        )
-        text = f"{model.description} ({_short(model)}): {_many(read, 'object')} read, "
+        counts = {"read": read, **{what: inspector.unchecked[what] for what in _UNCHECKED}}
+        listed = [{"name": name, "why": why} for name, why in whys.items()]
+        reports.append(_model_json(model) | counts | {"lost": lost, "lost_objects": lost_objects, "damaged": listed})
+        text = f"{_named(model)}: {_many(read, 'object')} read, "
         text += f"{len(damaged):,} damaged: a server that reads one drops it" if damaged else "none damaged"
         count = f"{_many(lost_objects, 'object')} or more" if lost_objects else "perhaps some"
         out.say(text + (f"; {count} lost:" if lost else ""))
-        for name, why in [*whys.items()][:_SHOWN]:
-            out.say(f"  {name}: {why}")
+        notes = [f"{name}: {why}" for name, why in whys.items()]
         if len(whys) > _SHOWN:
-            out.say(f"  and {len(whys) - _SHOWN:,} more")
-        for damage in lost:
-            out.say(f"  {damage}")
-        if inspector.unknown:
-            out.say(f"  {_many(inspector.unknown, 'object')} without a page's name: not checked")
-        if inspector.keyed:
-            out.say(f"  {_many(inspector.keyed, 'object')} sealed with a key: not checked (--storage-key)")
-        if inspector.compressed:
-            out.say(f"  {_many(inspector.compressed, 'object')} compressed: not checked (install the extra 'compress')")
+            notes[_SHOWN:] = [f"and {len(whys) - _SHOWN:,} more"]
+        notes += lost
+        notes += [f"{_many(inspector.unchecked[it], 'object')} {why}" for it, why in _UNCHECKED.items() if counts[it]]
+        for note in notes:
+            out.say(f"  {note}")
     report = {"folder": str(place.folder), "ok": not damages, "models": reports, "damaged": contents.damaged}
     return out.write(report, 1 if damages else 0)
 
@@ -173,17 +160,15 @@ class Inspector:
     def __init__(self, namespace: bytes, seal: Seal = CHECKSUM) -> None:
         self._namespace, self._seal = namespace, seal
         self.whys: dict[str, str] = {}
-        self.unknown = 0  # objects whose names are no page's, so that they cannot be checked
-        self.keyed = 0  # the same for those that were sealed with a key, where none is given
-        self.compressed = 0  # and for those whose compression has no library here
+        self.unchecked: Counter[str] = Counter()  # by a name of `_UNCHECKED`
 
     def intact(self, name: str, record: memoryview) -> bool:
         wanted = parse_object_name(name)
         if wanted is None:
-            self.unknown += 1
+            self.unchecked["unknown"] += 1
             return True
         if self._seal is CHECKSUM and is_keyed(record):
-            self.keyed += 1
+            self.unchecked["keyed"] += 1
             return True
         try:
             record = expanded(record)
@@ -191,7 +176,7 @@ class Inspector:
             self.whys[name] = f"it was compressed, and {why}"
             return False
         except ConfigError:
-            self.compressed += 1
+            self.unchecked["compressed"] += 1
             return True
         if not whole(record, self._seal):
             self.whys[name] = "its seal or its checksum is wrong"
@@ -211,9 +196,7 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
         except ConfigError as e:
             raise ConfigError(f"--unused-for: {e}") from None
     reports: list[dict[str, Any]] = []
-    contents = maintenance.contents(place.folder)
-    for damage in contents.damaged:
-        out.say(damage)
+    contents = _contents(place, out)
     for model in contents.models:
         with maintenance.inspect(place.folder, model) as inspection:
             unused_s = _unused_s(model, inspection.objects())
@@ -224,15 +207,12 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
             place.folder, model, f"kvarve storage gc --unused-for {options.unused_for}", shared=place.shared
         )
         reports.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
-        model_text = f"{model.description} ({_short(model)}): "
+        old_objects, slabs = counts["expired"], counts["damaged_bytes"]
+        done = [f"{old_objects:,} objects were too old"] if old_objects else []
+        done += [f"{slabs:,} bytes were those of damaged slabs"] if slabs else []
         if removed:
-            out.say(model_text + f"not used for {_age(unused_s)}: removed, {format_size(model.file_bytes)}")
-        else:
-            done = [
-                (counts["expired"], "objects were too old"),
-                (counts["damaged_bytes"], "bytes were those of damaged slabs"),
-            ]
-            out.say(model_text + (", ".join(f"{count:,} {what}" for count, what in done if count) or "nothing to free"))
+            done = [f"not used for {_age(unused_s)}: removed", format_size(model.file_bytes)]
+        out.say(f"{_named(model)}: {', '.join(done) or 'nothing to free'}")
     return out.write({"folder": str(place.folder), "models": reports, "damaged": contents.damaged})
 
 
@@ -266,17 +246,25 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
             raise StorageError(_in_use(model))
     size = format_size(sum(model.file_bytes for model in models))
     report |= {"models": [_model_json(model) for model in models]}
-    what = "; ".join(f"{model.description} ({_short(model)})" for model in models) or "nothing"
+    what = "; ".join(map(_named, models)) or "nothing"
     if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", options, out):
         return out.write(report)
     for model in models:
         if not maintenance.drop_model(place.folder, model, "kvarve storage drop", shared=place.shared):
             raise StorageError(_in_use(model))  # it has been opened since
-        out.say(f"{model.description} ({_short(model)}): dropped")
+        out.say(f"{_named(model)}: dropped")
     return out.write(report | {"dropped": True})
 
 
 # --- shared
+
+
+def _contents(place: FileSettings, out: Printer) -> maintenance.Contents:
+    """What the folder has; its damage is told."""
+    contents = maintenance.contents(place.folder)
+    for damage in contents.damaged:
+        out.say(damage)
+    return contents
 
 
 def _objects(place: FileSettings, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
@@ -311,8 +299,7 @@ def _agreed(what: str, options: Drop, out: Printer) -> bool:
 
 
 def _in_use(model: Model) -> str:
-    name = f"{model.description} ({_short(model)})"
-    return f"{name} is in use: end or detach the processes that have it open, or drop its groups one by one"
+    return f"{_named(model)} is in use: end or detach the processes that have it open, or drop its groups one by one"
 
 
 def _unused_s(model: Model, objects: Sequence[Stored]) -> float:
@@ -365,14 +352,16 @@ def _object_json(model: Model, each: Stored) -> dict[str, Any]:
         "name": each.name,
         "group": each.group,
         "key": about and about.key.hex(),
-        "pool": about and about.pool,
-        "rank": about and about.rank,
-        "ranks": about and about.ranks,
+        **{part: about and getattr(about, part) for part in ("pool", "rank", "ranks")},
         "bytes": each.size_bytes,
         "stored_s_ago": each.stored_s_ago,
         "used_s_ago": each.used_s_ago,
         "uses": each.uses,
     }
+
+
+def _named(model: Model) -> str:
+    return f"{model.description} ({_short(model)})"
 
 
 def _short(model: Model) -> str:
