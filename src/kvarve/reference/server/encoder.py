@@ -26,25 +26,13 @@ class Encoder:
         """A lower bound of the text's tokens by its length alone; 0 if there is none."""
         return 0 if self._longest is None else -(-len(text) // self._longest)
 
-    def encode(self, text: str, *, special: bool) -> "Encoded":
-        """`special`: add the tokenizer's special tokens. UnicodeEncodeError for a lone surrogate."""
+    def encode(self, text: str, *, special: bool) -> Any:
+        """A tokenizers.Encoding, whose tokens may be too many to make a list of them. `special`: add the tokenizer's
+        special tokens. UnicodeEncodeError for a lone surrogate."""
         text.encode()
         # A batch of one: `encode` holds the GIL throughout, `encode_batch` releases it.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
-        return Encoded(encoding)
-
-
-class Encoded:
-    """Tokens that may be too many to make a list of them."""
-
-    def __init__(self, encoding: Any) -> None:
-        self._encoding = encoding
-
-    def __len__(self) -> int:
-        return len(self._encoding)
-
-    def ids(self) -> list[int]:
-        return list(self._encoding.ids)
+        return encoding
 
 
 def longest_token(backend: Any) -> int | None:

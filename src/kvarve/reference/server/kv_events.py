@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from kvarve.core.observe.page_events import Told
 from kvarve.errors import ConfigError
@@ -95,15 +95,7 @@ class KvEventsConfig:
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
-    "enable_kv_cache_events": (bool,),
-    "publisher": (str, type(None)),
-    "endpoint": (str,),
-    "replay_endpoint": (str, type(None)),
-    "buffer_steps": (int,),
-    "hwm": (int,),
-    "max_queue_size": (int,),
-    "topic": (str,),
-    "data_parallel_rank": (int,),
+    name: get_args(hint) or (hint,) for name, hint in get_type_hints(KvEventsConfig).items()
 }
 _LEAST = {"hwm": 0, "data_parallel_rank": 0}
 
@@ -137,7 +129,10 @@ class KvEvents:
         self._pub.set_hwm(config.hwm)
         endpoint, replay = config.endpoints()
         try:
-            (self._bind if config.binds else self._connect)(self._pub, endpoint)
+            if config.binds:
+                self._bind(self._pub, endpoint)
+            else:
+                self._try(self._pub.connect, endpoint)
             if replay is not None:
                 self._replay = self._context.socket(self._zmq.ROUTER)
                 self._replay.set_hwm(config.buffer_steps + 1)  # what a receiver is sent that does not read
@@ -221,9 +216,6 @@ class KvEvents:
     def _reply(self, *frames: bytes) -> None:
         assert self._replay is not None
         self._replay.send_multipart((frames[0], b"", *frames[1:]))  # a ROUTER never waits for a receiver
-
-    def _connect(self, socket: Any, endpoint: str) -> None:
-        self._try(socket.connect, endpoint)
 
     def _bind(self, socket: Any, endpoint: str) -> None:
         socket.setsockopt(self._zmq.MAXMSGSIZE, MOST_ASKED)  # who sends more is cut off: it would be kept in memory

@@ -132,7 +132,8 @@ class Live:
             content = self._fresh[1]
         else:
             if self._making is None:
-                self._making = asyncio.ensure_future(apart(self.json))
+                told = partial(json.dumps, separators=(",", ":"))
+                self._making = asyncio.ensure_future(apart(lambda: told(self.told()).encode()))
                 self._making.add_done_callback(self._made)
             content = await asyncio.shield(self._making)
         return Response(content, media_type="application/json", headers=HEADERS | {"Cache-Control": "no-store"})
@@ -141,9 +142,6 @@ class Live:
         self._making = None
         if not made.cancelled() and made.exception() is None:
             self._fresh = time.monotonic() + FRESH_S, made.result()
-
-    def json(self) -> bytes:
-        return json.dumps(self.told(), separators=(",", ":")).encode()
 
     def told(self) -> dict[str, Any]:
         """All that the page shows."""

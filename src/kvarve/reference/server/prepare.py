@@ -83,7 +83,7 @@ class RequestPreparer:
         except UnicodeEncodeError:
             raise Refused(400, "the prompt has half a character (a lone surrogate)", param=param) from None
         self._check_length(len(encoded), param)  # before the list of ids is built
-        return encoded.ids()
+        return list(encoded.ids)
 
     def text(self, tokens: list[int]) -> str:
         """What tokens say, special ones included; Refused if one is outside of the vocabulary."""

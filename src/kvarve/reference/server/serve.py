@@ -95,7 +95,8 @@ class Server:
                 starting.begins("opening storage", ", then ".join(map(shown, settings.cache.storages)))
             self.engine = _engine(settings, model, ranks)
             undo.callback(self.engine.cache.shutdown, store=False)  # nothing is; other ranks take no turns yet
-            self.kv_events = _kv_events(settings, model)
+            config = KvEventsConfig.of_json(settings.kv_events_config or "{}")
+            self.kv_events = KvEvents(config, model.identity) if config.on else None
             if self.kv_events is not None:
                 undo.callback(self.kv_events.close)
                 self.engine.cache.tell(self.kv_events)
@@ -114,7 +115,9 @@ class Server:
             undo.pop_all()
         self.engine.start()
         self._thread.start()
-        if not _listens(self._http, self._thread):
+        while not self._http.started and self._thread.is_alive():
+            self._thread.join(START_S)
+        if not self._http.started:
             self.stop()
             raise ConfigError(f"cannot serve on {self.url}")
         if settings.ready_file is not None:
@@ -235,11 +238,6 @@ def _engine(settings: Settings, model: LoadedModel, ranks: Ranks | None) -> Engi
     )
 
 
-def _kv_events(settings: Settings, model: LoadedModel) -> KvEvents | None:
-    config = KvEventsConfig.of_json(settings.kv_events_config or "{}")
-    return KvEvents(config, model.identity) if config.on else None
-
-
 def follow(settings: Settings, place: Place, joined: Callable[[], None] = lambda: None) -> None:
     """Any rank but the first: compute what rank 0 says until it stops. `joined` is called when all ranks have come.
     Broken if the ranks end otherwise."""
@@ -282,13 +280,6 @@ def _http(app: ASGIApp, connections: Connections, edge: Edge) -> uvicorn.Server:
     server = uvicorn.Server(config)
     edge.drain.running = server.server_state.tasks
     return server
-
-
-def _listens(http: uvicorn.Server, thread: threading.Thread) -> bool:
-    """Waits for its start, or its failure to."""
-    while not http.started and thread.is_alive():
-        thread.join(START_S)
-    return http.started
 
 
 def run(settings: Settings, say: Callable[[str], None] = print) -> None:
