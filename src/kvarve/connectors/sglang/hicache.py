@@ -116,28 +116,10 @@ class HostPool(Protocol):
 
 # Attributes of a host pool that say what its bytes are, where it has them.
 _SHAPE = (
-    "dtype",
-    "layer_num",
-    "start_layer",
-    "end_layer",
-    "head_num",
-    "head_dim",
-    "v_head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "kv_cache_dim",
-    "index_head_dim",
-    "indexer_dtype",
-    "indexer_page_stride_size",
-    "quant_block_size",
-    "item_bytes",
-    "size_per_token",
-    "num_mamba_layers",
-    "conv_dtype",
-    "conv_state_shapes",
-    "temporal_dtype",
-    "temporal_state_shape",
-    "storage_format_tag",
+    *("dtype", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_lora_rank"),
+    *("qk_rope_head_dim", "kv_cache_dim", "index_head_dim", "indexer_dtype", "indexer_page_stride_size"),
+    *("quant_block_size", "item_bytes", "size_per_token", "num_mamba_layers", "conv_dtype", "conv_state_shapes"),
+    *("temporal_dtype", "temporal_state_shape", "storage_format_tag"),
 )
 
 
@@ -196,30 +178,24 @@ class LocatedPages:
 
     def take_up(self, i: int, payload: memoryview) -> None:
         """Copy page `i` of the batch from the host pool."""
-        if not payload.nbytes:
-            return
-        if self._pages.in_pieces:
-            at = _address(payload)
-            for address, size in self._pieces[i]:
-                ctypes.memmove(at, address, size)
-                at += size
-        else:
-            page = self._pages.pool.get_data_page(self._first[i], flat=True)
-            copy_from(page, payload)
+        if not self._in_pieces(i, payload, ctypes.memmove):
+            copy_from(self._pages.pool.get_data_page(self._first[i], flat=True), payload)
 
     def put_down(self, i: int, payload: memoryview) -> None:
         """Copy page `i` of the batch to the host pool."""
-        if not payload.nbytes:
-            return
-        if self._pages.in_pieces:
-            at = _address(payload)
-            for address, size in self._pieces[i]:
-                ctypes.memmove(address, at, size)
-                at += size
-        else:
+        if not self._in_pieces(i, payload, lambda at, address, size: ctypes.memmove(address, at, size)):
             assert self._pages.dtype is not None
             page = torch.frombuffer(payload, dtype=torch.uint8).view(self._pages.dtype)
             self._pages.pool.set_from_flat_data_page(self._first[i], page)
+
+    def _in_pieces(self, i: int, payload: memoryview, copy: Callable[[int, int, int], object]) -> bool:
+        """Copy a page that lies in pieces, or has no bytes; False: it is a flat page."""
+        if self._pages.in_pieces and payload.nbytes:
+            at = int(np.frombuffer(payload, np.uint8).ctypes.data)
+            for address, size in self._pieces[i]:
+                copy(at, address, size)
+                at += size
+        return self._pages.in_pieces or not payload.nbytes
 
 
 def copy_from(page: Tensor, payload: memoryview) -> None:
@@ -231,10 +207,6 @@ def copy_from(page: Tensor, payload: memoryview) -> None:
 def copy_to(page: Tensor, payload: memoryview) -> None:
     """Copy a payload to a contiguous tensor of the same size."""
     page.view(torch.uint8).reshape(-1).copy_(torch.frombuffer(payload, dtype=torch.uint8))
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 def _flat_page(pool: HostPool) -> tuple[Tensor | None, str]:

@@ -54,19 +54,9 @@ BOOT = "/proc/sys/kernel/random/boot_id"  # a number that the machine has until 
 
 # Settings of the server that change the numbers in a page, beside the weights.
 _NUMERIC = (
-    "dtype",
-    "kv_cache_dtype",
-    "quantization",
-    "quantization_param_path",
-    "json_model_override_args",
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "linear_attn_backend",
-    "linear_attn_prefill_backend",
-    "linear_attn_decode_backend",
-    "mamba_ssm_dtype",
-    "enable_deterministic_inference",
+    *("dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "linear_attn_backend"),
+    *("linear_attn_prefill_backend", "linear_attn_decode_backend", "mamba_ssm_dtype", "enable_deterministic_inference"),
     "load_format",
 )
 
@@ -206,16 +196,12 @@ class HiCacheKvarve(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        if not self._same_weights():
-            return [False] * len(keys)
-        return self._pages.load(KV, keys, host_indices.tolist())
+        return self._moved(self._pages.load, KV, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        if not self._same_weights():
-            return [False] * len(keys)
-        return self._pages.store(KV, keys, host_indices.tolist())
+        return self._moved(self._pages.store, KV, keys, host_indices)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -229,13 +215,15 @@ class HiCacheKvarve(HiCacheStorage):
 
     def _each(self, transfers: Sequence[PoolTransfer], move: Any) -> dict[str, list[bool]]:
         done: dict[str, list[bool]] = {}
-        same = self._same_weights()
         for each in transfers:
-            keys = each.keys or []
-            indices = None if each.host_indices is None else each.host_indices.tolist()
-            answer = move(str(each.name), keys, indices) if same and keys else [False] * len(keys)
-            done[each.name] = done.get(each.name, []) + answer
+            found = self._moved(move, str(each.name), each.keys or [], each.host_indices)
+            done[each.name] = done.get(each.name, []) + found
         return done
+
+    def _moved(self, move: Any, pool: str, keys: list[str], indices: torch.Tensor | None) -> list[bool]:
+        if not keys or not self._same_weights():
+            return [False] * len(keys)
+        return list(move(pool, keys, None if indices is None else indices.tolist()))
 
     # --- flat pages, of the interface without host indices
 

@@ -105,7 +105,7 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefixes of all cache groups, kept in host memory and storages, found as one set. vLLM makes the side of its
     process, and calls of the other one's only what does nothing here."""
 
-    def __new__(cls, vllm_config: "VllmConfig", role: KVConnectorRole, *_: Any) -> Any:
+    def __new__(cls, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> Any:
         return super().__new__(WorkerSide if role is KVConnectorRole.WORKER else SchedulerSide)
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
