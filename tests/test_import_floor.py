@@ -143,7 +143,6 @@ INSTALL_OF = {
     "reference/demo": "demo",
     "cli/admin_client.py": "server",
     "bench": "server",
-    "bench/bench_settings.py": "base",
     "bench/bench_command.py": "base",
     "bench/picture.py": "demo",
     "planner/sweep.py": "demo",

@@ -58,16 +58,6 @@ class Printer:
         return code
 
 
-def pyplot() -> Any:
-    """matplotlib's, which draws into files. It is slow to import, and ImportError says that it is not installed."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
 def aligned(lines: Sequence[tuple[str, str]], before: str = "") -> str:
     """Words and what is to be said of each, the latter below one another."""
     width = max(len(word) for word, _ in lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvarve.bench.accuracy import Question, _of_file
-from kvarve.bench.bench_settings import Accuracy
+from kvarve.bench.bench_command import Accuracy
 from kvarve.errors import ConfigError
 
 GSM8K = [

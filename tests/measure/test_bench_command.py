@@ -13,7 +13,7 @@ import pytest
 
 import forks
 from kvarve.bench.accuracy import own
-from kvarve.bench.bench_settings import Accuracy
+from kvarve.bench.bench_command import Accuracy
 from kvarve.cli.main import app
 from kvarve.errors import KvarveError
 from kvarve.reference.server.server_process import served

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvarve.bench import workloads
-from kvarve.bench.bench_settings import LongDocument, Multiturn, Serving, SharedPrefix
+from kvarve.bench.bench_command import LongDocument, Multiturn, Serving, SharedPrefix
 from kvarve.bench.workloads import Conversation
 from kvarve.errors import ConfigError
 

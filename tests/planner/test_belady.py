@@ -8,8 +8,7 @@ import pytest
 
 from kvarve.core.policies import Policies
 from kvarve.planner import SimulationConfig, TraceRequest, replayed
-from kvarve.planner.belady import Belady, most_pages
-from kvarve.planner.sweep import COMPARED
+from kvarve.planner.sweep import COMPARED, Belady, most_pages
 
 BLOCK = 4
 PAGE_BYTES = 4096  # what a host record is a multiple of

@@ -13,7 +13,7 @@ from servers import held, settings
 from talk import COMPLETIONS, Body, complete, events, refused, stream, until
 
 from kvarve.errors import ConfigError
-from kvarve.reference.server.hosts import names_for
+from kvarve.reference.server.middleware import names_for
 from kvarve.reference.server.serve import Server, check_settings
 
 ASK: Body = {"prompt": "hei", "max_tokens": 1}

@@ -17,8 +17,7 @@ from kvarve.cli.admin_client import describe
 from kvarve.core.copies.effects import Refusal
 from kvarve.pages.keys import KEY_BYTES, group_name, root_key
 from kvarve.reference.server import live
-from kvarve.reference.server.live import FILES, SAMPLES, Live
-from kvarve.reference.server.recent import ENDED, OPEN
+from kvarve.reference.server.live import ENDED, FILES, OPEN, SAMPLES, Live
 from kvarve.reference.server.serve import Server
 from kvarve.storage import FileStorage, StorageUsage
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvarve.bench.bench_settings import Accuracy
+from kvarve.bench.bench_command import Accuracy
 from kvarve.bench.load import Record, Round, connected
 from kvarve.bench.run import check, compared, in_rounds, shown, target
 from kvarve.bench.workloads import Conversation, Turn

@@ -8,7 +8,7 @@ every later check; this finds it.
 import asyncio
 import re
 
-from kvarve.bench.bench_settings import Hash, Multiturn
+from kvarve.bench.bench_command import Hash, Multiturn
 from kvarve.bench.load import Round, connected
 from kvarve.bench.run import check, in_rounds, shown, target
 from kvarve.bench.workloads import multiturn

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from kvarve.bench.bench_settings import Target
+from kvarve.bench.bench_command import Target
 from kvarve.bench.workloads import Conversation, Turn
 from kvarve.errors import KvarveError
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvarve.bench.figures import STATISTICS
 from kvarve.bench.load import TIERS
 from kvarve.errors import ConfigError
-from kvarve.reports import pyplot
+from kvarve.planner.sweep import pyplot
 
 COLORS = {"device": "#2a6f97", "host": "#61a5c2", "storage": "#d9a441", "cached": "#61a5c2", "computed": "#b8b8b8"}
 SHADES = ("#b8b8b8", "#2a6f97", "#d9a441", "#61a5c2")

@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvarve.bench.bench_settings import Load, Target
+from kvarve.bench.bench_command import Load, Target
 from kvarve.bench.figures import figures, same_answers, table
 from kvarve.bench.load import Client, Record, Round, arrivals, connected, send_all
 from kvarve.bench.workloads import Conversation, warm_up
 from kvarve.errors import ConfigError, KvarveError
 from kvarve.reference.server.server_process import served
-from kvarve.reports import Printer, check_file, pyplot
+from kvarve.reports import Printer, check_file
 from kvarve.settings.options import needs
 
 MEMORY = ("--device-memory", "1GiB", "--host-memory", "2GiB")
@@ -33,6 +33,7 @@ def load(kind: str, options: Load, make: Callable[[], list[Conversation]]) -> in
     if options.png is not None:
         with needs("demo", "bench --png"):
             from kvarve.bench import picture
+            from kvarve.planner.sweep import pyplot
 
             pyplot()  # what is missing is told before the work
 

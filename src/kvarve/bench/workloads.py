@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvarve.bench.bench_settings import Load, LongDocument, Multiturn, Serving, SharedPrefix
+from kvarve.bench.bench_command import Load, LongDocument, Multiturn, Serving, SharedPrefix
 from kvarve.errors import ConfigError
 from kvarve.planner.traces import TEXT_BYTES, TraceRequest, read_trace
 

@@ -222,5 +222,5 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="
 # --- kvarve keys
 
 app.command(keys)
-keys.command("kvarve.cli.key_commands:new", name="new", help="Make a key: it is shown once, and kept nowhere.")
-keys.command("kvarve.cli.key_commands:ls", name="ls", help="Check a file of keys, and list them.")
+keys.command("kvarve.cli.config_commands:new", name="new", help="Make a key: it is shown once, and kept nowhere.")
+keys.command("kvarve.cli.config_commands:ls", name="ls", help="Check a file of keys, and list them.")

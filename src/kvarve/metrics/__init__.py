@@ -1,6 +1,6 @@
 """Prometheus metrics: numbers in, text out. Nothing here knows where numbers are counted, or how the text is fetched.
 
-All numbers are read at a scrape, so counting costs the engine only its own additions. `families.py` has kvarve's
+All numbers are read at a scrape, so counting costs the engine only its own additions. `metric_families.py` has kvarve's
 names; `foreign.py` derives those of vLLM and SGLang from the same numbers, for dashboards that were made for them.
 """
 
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from kvarve.errors import ConfigError
 from kvarve.metrics import foreign
-from kvarve.metrics.families import own
+from kvarve.metrics.metric_families import own
 from kvarve.metrics.snapshot import Snapshot
 
 Families = Callable[[Snapshot], Iterator[Metric]]

@@ -4,8 +4,7 @@ traces.py              what requests there were: three formats of files, read in
 simulation_config.py   the model as bytes, the memory, the speeds and the replicas
 replayer.py            requests go through cores; copies and computing take the time that the speeds say, or none
 routing.py             which replica gets a request
-belady.py              how many tokens no cache of a size could have hit more of
-sweep.py               the miss ratio of every eviction order at many sizes, beside that bound
+sweep.py               the miss ratio of every eviction order at many sizes, beside that of the best of all caches
 simulate_command.py    `kvarve simulate`
 """
 

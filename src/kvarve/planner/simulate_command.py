@@ -17,9 +17,9 @@ from kvarve.pages.pools import Tier
 from kvarve.pages.sizes import format_size
 from kvarve.planner.replayer import SimulationReport, replay, requests_of
 from kvarve.planner.simulation_config import SimulationConfig
-from kvarve.planner.sweep import COMPARED, SHARES, Point, draw
+from kvarve.planner.sweep import COMPARED, SHARES, Point, draw, pyplot
 from kvarve.planner.sweep import sweep as curve
-from kvarve.reports import check_file, is_stdout, plain_table, pyplot, write_json
+from kvarve.reports import check_file, is_stdout, plain_table, write_json
 from kvarve.settings.options import FLAT, ConfigFile, JsonFile, needs
 
 PICTURES = (".png", ".svg", ".pdf")
