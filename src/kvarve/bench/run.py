@@ -17,7 +17,7 @@ from kvarve.bench.figures import figures, same_answers, table
 from kvarve.bench.load import Client, Record, Round, arrivals, connected, send_all
 from kvarve.bench.workloads import Conversation, warm_up
 from kvarve.errors import ConfigError, KvarveError
-from kvarve.reference.server.server_process import served
+from kvarve.reference.server.server_process import empty_log, served
 from kvarve.reports import Printer, check_file
 from kvarve.settings.options import needs
 
@@ -112,7 +112,7 @@ def target(options: Target, *more: str) -> Iterator[str]:
         words = shlex.split(options.serve or "")
     except ValueError as e:
         raise ConfigError(f"--serve: {e}") from None
-    log = log_file(options.out)
+    log = empty_log(options.out, LOG)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.out) as folder:
         storage = (STORAGE, f"file://{(Path(folder) / 'storage').resolve()}?capacity=16GiB")
         own = () if any(word.partition("=")[0] == STORAGE for word in words) else storage
@@ -121,16 +121,6 @@ def target(options: Target, *more: str) -> Iterator[str]:
             ["--model", options.model or MODEL, *MEMORY, *policy, *own, *more, *words], Path(folder), log
         ) as url:
             yield url
-
-
-def log_file(out: Path) -> Path:
-    """The empty log of the server, in a folder that is made. ConfigError: it cannot be."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / LOG).write_bytes(b"")
-    except OSError as e:
-        raise ConfigError(f"--out: {out}: {e.strerror}") from None
-    return out / LOG
 
 
 def shown(options: Target) -> dict[str, Any]:

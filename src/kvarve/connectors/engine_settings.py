@@ -16,20 +16,10 @@ DETACH_S = 10  # for which SGLang waits as it detaches a storage
 # Policies that an engine decides: it says which windows and states there are, and has its salts in its blocks' names.
 _ENGINES = ("snapshot_", "salt_share")
 # Keys of extra_config that SGLang reads itself, and leaves there or not.
-_SGLANGS = frozenset(
-    {
-        "backend_name",
-        "module_path",
-        "class_name",
-        "interface_v1",
-        "prefetch_threshold",
-        "prefetch_timeout_base",
-        "prefetch_timeout_per_ki_token",
-        "hicache_storage_pass_prefix_keys",
-        "tp_lcm_size",
-        "file_storage_path",
-    }
-)
+_SGLANGS = {
+    *("backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold", "prefetch_timeout_base"),
+    *("prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys", "tp_lcm_size", "file_storage_path"),
+}
 _URL = "a URL, such as 'file:///var/kvarve?capacity=100GiB', or a list of URLs, nearest first"
 
 

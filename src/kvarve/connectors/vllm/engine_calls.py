@@ -24,15 +24,8 @@ log = logging.getLogger("vllm.kvarve")
 IDLE_S = 0.05  # between two looks at copies beside an idle engine
 # Of vLLM's remote calls, those after which the weights are what they were.
 READS = {
-    "check_health",
-    "compute_weight_checksums",
-    "get_model_inspection",
-    "get_supported_tasks",
-    "init_weight_transfer_engine",
-    "list_loras",
-    "profile",
-    "save_sharded_state",
-    "shutdown_weight_transfer_engine",
+    *("check_health", "compute_weight_checksums", "get_model_inspection", "get_supported_tasks"),
+    *("init_weight_transfer_engine", "list_loras", "profile", "save_sharded_state", "shutdown_weight_transfer_engine"),
 }
 
 

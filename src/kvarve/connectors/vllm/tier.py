@@ -18,19 +18,8 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import (
-    Locality,
-    LookupResult,
-    Medium,
-    OffloadingCounterMetadata,
-    OffloadingEvent,
-    OffloadingGaugeMetadata,
-    OffloadingMetricMetadata,
-    OffloadKey,
-    ReqContext,
-    RequestOffloadingContext,
-    ScheduleEndContext,
-)
+from vllm.v1.kv_offload import base as vllm_base
+from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvarve.connectors.checkpoint import began_s
@@ -65,7 +54,7 @@ class KvarveTier(SecondaryTierManager):
     """kvarve's storages as a secondary tier. All methods are called by vLLM's scheduler and none waits, except
     `drain_jobs` and `shutdown`, for at most the deadline."""
 
-    medium: ClassVar[Medium] = Medium.STORAGE
+    medium: ClassVar[vllm_base.Medium] = vllm_base.Medium.STORAGE
 
     def __init__(
         self,
@@ -79,7 +68,7 @@ class KvarveTier(SecondaryTierManager):
         identity of the model, or with the storage."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.settings = TierSettings.read(config, _written(offloading_spec, tier_type))
-        self.locality = Locality[self.settings.locality] if self.settings.locality else None
+        self.locality = vllm_base.Locality[self.settings.locality] if self.settings.locality else None
         # A view of our own: vLLM releases its view at shutdown, which fails while an array is made of it.
         whose = primary_kv_view.obj if isinstance(primary_kv_view.obj, np.ndarray) else primary_kv_view
         rows = np.asarray(whose).view(np.uint8).reshape(len(primary_kv_view), -1)
@@ -113,13 +102,13 @@ class KvarveTier(SecondaryTierManager):
         self._around.look_again()
         return RESULTS[self.chunks.lookup(key, req_context.req_id)]
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
+    def on_new_request(self, req_context: ReqContext) -> vllm_base.RequestOffloadingContext:
+        return vllm_base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.chunks.forget(req_context.req_id)
 
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+    def on_schedule_end(self, context: vllm_base.ScheduleEndContext) -> None:
         self.chunks.flush()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -139,20 +128,13 @@ class KvarveTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
         for ended in self.chunks.ended():
-            good = [OffloadKey(key) for key in ended.good]
-            bad = [OffloadKey(key) for key in ended.bad]
-            if self._events is not None and ended.storing and good:
-                self._events.append(OffloadingEvent(good, self.medium, removed=False, locality=self.locality))
-            if self._events is not None and not ended.storing and bad:
-                self._events.append(OffloadingEvent(bad, self.medium, removed=True, locality=self.locality))
+            good, bad = ([OffloadKey(key) for key in keys] for keys in (ended.good, ended.bad))
+            if self._events is not None and (told := good if ended.storing else bad):
+                event = OffloadingEvent(told, self.medium, removed=not ended.storing, locality=self.locality)
+                self._events.append(event)
+            kept, size = None if ended.storing or not bad else good, len(good) * self.block_size_bytes
             results.append(
-                JobResult(
-                    ended.job,
-                    success=not bad,
-                    successful_keys=None if ended.storing or not bad else good,
-                    transfer_time=ended.seconds,
-                    transfer_bytes=len(good) * self.block_size_bytes,
-                )
+                JobResult(ended.job, not bad, successful_keys=kept, transfer_time=ended.seconds, transfer_bytes=size)
             )
         return results
 
@@ -174,11 +156,11 @@ class KvarveTier(SecondaryTierManager):
         return events
 
     @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, vllm_base.OffloadingMetricMetadata]:
         told = "Chunks by what became of them in kvarve's storages: operation (store, load), result."
-        gauge = OffloadingGaugeMetadata
+        gauge = vllm_base.OffloadingGaugeMetadata
         return {
-            CHUNKS: OffloadingCounterMetadata(told, ("operation", "result")),
+            CHUNKS: vllm_base.OffloadingCounterMetadata(told, ("operation", "result")),
             UP: gauge("Whether calls reach kvarve's storage (1), or are misses at once (0)."),
             **{f"vllm:kvarve_tier_{name}": gauge(meaning) for name, _, meaning in LEVELS},
         }

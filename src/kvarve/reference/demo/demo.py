@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvarve.errors import KvarveError
-from kvarve.reference.demo.demo_report import FOLLOW_UPS, Answer, Round, bars, chart, empty_log, equal, sections, table
+from kvarve.reference.demo.demo_report import FOLLOW_UPS, Answer, Round, bars, chart, equal, sections, table
 from kvarve.reference.engine.recall import RecallTask, recall_task, score
-from kvarve.reference.server.server_process import served
+from kvarve.reference.server.server_process import empty_log, served
 from kvarve.reports import write_json
 from kvarve.settings.commands import Demo
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvarve.errors import ConfigError
 from kvarve.reference.engine.recall import CHARS_PER_TOKEN
 from kvarve.reports import plain_table
 
@@ -98,16 +97,6 @@ def bars(console: Console, rounds: Sequence[Round], requests: int) -> Iterator[B
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as progress:
         yield Bars(progress, rounds, requests)
-
-
-def empty_log(out: Path, name: str) -> Path:
-    """A log below the folder of --out, which is made. ConfigError: it cannot be."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / name).unlink(missing_ok=True)
-    except OSError as e:
-        raise ConfigError(f"--out: {out}: {e.strerror}") from None
-    return out / name
 
 
 def sections(count: int, tokens: int) -> list[str]:

@@ -27,12 +27,12 @@ from kvarve.reference.demo.demo_report import (
     Round,
     bars,
     chart,
-    empty_log,
     equal,
     sections,
     table,
 )
 from kvarve.reference.demo.vllm_process import EngineProcess, python_with_vllm
+from kvarve.reference.server.server_process import empty_log
 from kvarve.reports import write_json
 from kvarve.settings.commands import Demo
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvarve.errors import KvarveError
+from kvarve.errors import ConfigError, KvarveError
 
 READY_S, END_S = 300.0, 60.0
 
@@ -49,3 +49,13 @@ def served(options: Sequence[str], folder: Path, log: Path) -> Iterator[str]:
 def last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else "its log is empty"
+
+
+def empty_log(out: Path, name: str) -> Path:
+    """A log below the folder of --out, which is made. ConfigError: it cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / name).unlink(missing_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--out: {out}: {e.strerror}") from None
+    return out / name
