@@ -4,7 +4,7 @@ import asyncio
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,7 @@ def load(kind: str, options: Load, make: Callable[[], list[Conversation]]) -> in
 async def _rounds(url: str, options: Load, conversations: Sequence[Conversation]) -> list[Round]:
     begins_s = arrivals(conversations, options.rate, options.seed)
     async with connected(url, options) as client:
-        first = await send_all(client, warm_up(options.warmup, conversations, options.seed), options.warmup, None)
-        check([record for record in first if record.error])
+        check(await send_all(client, warm_up(options.warmup, conversations, options.seed), options.warmup, None))
         return await in_rounds(client, options, conversations, options.clients, begins_s)
 
 
@@ -93,10 +92,10 @@ def compared(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     return rows
 
 
-def check(failed: Sequence[Record]) -> None:
+def check(records: Iterable[Record]) -> None:
     """KvarveError for the first of requests that failed."""
-    if failed:
-        raise KvarveError(f"the server does not answer: {failed[0].error}")
+    if failed := next((record for record in records if record.error), None):
+        raise KvarveError(f"the server does not answer: {failed.error}")
 
 
 @contextmanager

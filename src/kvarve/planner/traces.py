@@ -46,7 +46,8 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
     rests_on: dict[int, int | None] = {}  # by id: the block before it, which must always be the same
     parse: Callable[[dict[str, Any], int], TraceRequest] | None = None
     try:
-        for line, row, done, size in _rows(path):  # noqa: B007  an error names it
+        for line, text, done, size in _lines(path):  # noqa: B007  an error names it
+            row = _object(text)
             parse = parse or _format(row)
             request = parse(row, block_tokens)
             if request.timestamp_ms < before:
@@ -60,8 +61,6 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
             before = request.timestamp_ms
             yield request
             advance(done, size)
-    except _BadLine as e:
-        raise ConfigError(f"trace {path}, line {e.line}: {e.what}") from e
     except (OSError, EOFError, zlib.error) as e:
         after = f" after line {line}" if line else ""
         raise ConfigError(f"trace {path}: cannot be read{after}: {getattr(e, 'strerror', None) or e}") from e
@@ -74,34 +73,30 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
 def has_prompts(path: Path) -> bool:
     """Whether a trace has the prompts themselves, so that its blocks may be of any size."""
     try:
-        return next((_format(row) is not _mooncake for _, row, _, _ in _rows(path)), False)
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError, _BadLine):
+        return next((_format(_object(text)) is not _mooncake for _, text, _, _ in _lines(path)), False)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
         return False  # `read_trace` says what is wrong
 
 
-class _BadLine(Exception):
-    def __init__(self, line: int, what: str) -> None:
-        self.line, self.what = line, what
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any], int, int]]:
-    """The objects of a file of JSON lines, each with its line, and how many bytes of how many have been read."""
+def _lines(path: Path) -> Iterator[tuple[int, bytes, int, int]]:
+    """The lines of a file that are not empty, each with its number, and how many bytes of how many have been read."""
     size = path.stat().st_size
     with path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         for line, text in enumerate(cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw, 1):
-            if not text.strip():
-                continue
-            try:
-                row = loads(text)
-            except ValueError:
-                raise _BadLine(line, "not JSON") from None
-            except RecursionError as e:
-                raise _BadLine(line, str(e)) from None
-            if not isinstance(row, dict):
-                raise _BadLine(line, "not a JSON object")
-            yield line, row, raw.tell(), size
+            if text.strip():
+                yield line, text, raw.tell(), size
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        row = loads(text)
+    except ValueError:
+        raise ValueError("not JSON") from None
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    return row
 
 
 # --- formats
