@@ -5,7 +5,6 @@ page. The rest is put together on demand, at most once in `FRESH_S` however many
 is asked for the hottest prefixes alone, and is not waited for if it is busy.
 """
 
-import asyncio
 import json
 import logging
 import threading
@@ -33,7 +32,7 @@ from kvarve.reference.engine.engine import Engine
 from kvarve.reference.server.answers import Answer
 from kvarve.reference.server.forms import by_tier
 from kvarve.reference.server.request_log import Responses
-from kvarve.reference.server.work_threads import apart
+from kvarve.reference.server.work_threads import Shared, apart
 from kvarve.system.background import BackgroundCall
 
 log = logging.getLogger(__name__)
@@ -205,8 +204,8 @@ class Live:
         self._hottest_s = self._began_s  # when they were told
         self._asking: Future[list[Hottest]] | None = None
         self._asked_s = 0.0
-        self._fresh: tuple[float, bytes] | None = None  # until when it is, and what
-        self._making: asyncio.Task[bytes] | None = None
+        self._made, self._fresh_until_s = b"", 0.0  # what viewers got last
+        self._shared = Shared(self._content)
         self._tiers = [tier for tier in MEMORY_TIERS if _size(tier, engine.cache.stats())]  # that can hold pages
         self._cache.scheduler.core.watch()
         threading.Thread(target=self._sample_all, name="kvarve live", daemon=True).start()
@@ -215,21 +214,14 @@ class Live:
 
     async def data(self) -> Response:
         """The endpoint; viewers share an answer."""
-        now = time.monotonic()
-        if self._fresh is not None and now < self._fresh[0]:
-            content = self._fresh[1]
-        else:
-            if self._making is None:
-                told = partial(json.dumps, separators=(",", ":"))
-                self._making = asyncio.ensure_future(apart(lambda: told(self.told()).encode()))
-                self._making.add_done_callback(self._made)
-            content = await asyncio.shield(self._making)
+        content = await self._shared.get()
         return Response(content, media_type="application/json", headers=HEADERS | {"Cache-Control": "no-store"})
 
-    def _made(self, made: "asyncio.Task[bytes]") -> None:
-        self._making = None
-        if not made.cancelled() and made.exception() is None:
-            self._fresh = time.monotonic() + FRESH_S, made.result()
+    async def _content(self) -> bytes:
+        if time.monotonic() >= self._fresh_until_s:
+            self._made = await apart(lambda: json.dumps(self.told(), separators=(",", ":")).encode())
+            self._fresh_until_s = time.monotonic() + FRESH_S
+        return self._made
 
     def told(self) -> dict[str, Any]:
         """All that the page shows."""
