@@ -10,9 +10,9 @@ from pydantic import BaseModel
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.server.access import Access
 from kvarve.reference.server.api import AttachHiCache, AttachRequest, parse
+from kvarve.reference.server.engine_routes import storage_state
 from kvarve.reference.server.openapi import Json, errors, reads
 from kvarve.reference.server.request_log import seen
-from kvarve.reference.server.sglang_routes import storage_state
 from kvarve.reference.server.work_threads import apart
 from kvarve.storage.urls import shown
 

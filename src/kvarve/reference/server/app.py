@@ -37,6 +37,7 @@ from kvarve.reference.server.answers import RETRY_AFTER, Answer, Stream, stopped
 from kvarve.reference.server.api import SMALL_BYTES, Asked, ChatRequest, CompletionRequest, FlushRequest, Refused, parse
 from kvarve.reference.server.bodies import Bodies
 from kvarve.reference.server.connections import Connections
+from kvarve.reference.server.engine_routes import Work, add_sglang, add_vllm, folder
 from kvarve.reference.server.forms import TRANSFER, Form
 from kvarve.reference.server.generate import GenerateRequest
 from kvarve.reference.server.live import Live, page_routes
@@ -45,9 +46,7 @@ from kvarve.reference.server.openapi import Api, ChatCompletion, Completion, Ok,
 from kvarve.reference.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.reference.server.request_log import Observed, Responses, seen
 from kvarve.reference.server.serve_settings import Settings
-from kvarve.reference.server.sglang_routes import add_sglang, folder
 from kvarve.reference.server.spans import Traces, told
-from kvarve.reference.server.vllm_routes import Work, add_vllm
 from kvarve.reference.server.work_threads import Lanes, Shared, apart
 
 FLUSH_S, MOST_FLUSH_S = 60.0, 600.0  # that a flush waits for backups: unless it says, and at most
