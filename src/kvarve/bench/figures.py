@@ -10,13 +10,7 @@ from kvarve.bench.load import Record, Round, digest
 from kvarve.reports import plain_table
 
 # Milliseconds of a request, by the name that serving benchmarks give them.
-LATENCIES = {
-    "e2e_ms": "E2E latency",
-    "ttft_ms": "TTFT",
-    "tpot_ms": "TPOT",
-    "itl_ms": "ITL",
-    "late_ms": "sent late",
-}
+LATENCIES = {"e2e_ms": "E2E latency", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "late_ms": "sent late"}
 STATISTICS = ("mean", "median", "p99")
 
 

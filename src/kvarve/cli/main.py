@@ -62,8 +62,7 @@ storage = App(
 
 
 config = App(
-    "config",
-    help="Look at settings and where they come from: flags, the environment, the file of --config, defaults.",
+    "config", help="Look at settings and where they come from: flags, the environment, the file of --config, defaults."
 )
 keys = App(
     "keys", help="Make API keys and look at a file of them, which `kvarve serve --api-keys` reads.", help_epilogue=_KEYS

@@ -61,10 +61,7 @@ _PAGE_COUNTERS = {
         "kvarve_fetching_tokens",
         "Tokens that need not be computed if fetches from storage succeed, of fetches that were begun.",
     ),
-    "deferred_tokens": (
-        "kvarve_deferred_fetch_tokens",
-        "The same of fetches that had to wait for slots in the host.",
-    ),
+    "deferred_tokens": ("kvarve_deferred_fetch_tokens", "The same of fetches that had to wait for slots in the host."),
     "strays": ("kvarve_stray_answers", "Answers about copies that were not in flight."),
 }
 

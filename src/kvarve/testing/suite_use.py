@@ -41,12 +41,7 @@ MakeAging = Callable[[float], tuple[Storage, Callable[[float], None]]]
 
 class MakeStorage(Protocol):
     def __call__(
-        self,
-        *,
-        label: bytes = LABEL,
-        description: str = "model A",
-        capacity_bytes: int = 64 << 20,
-        place: str = "here",
+        self, *, label: bytes = LABEL, description: str = "model A", capacity_bytes: int = 64 << 20, place: str = "here"
     ) -> Storage: ...
 
 

@@ -30,17 +30,7 @@ from sglang.srt.runtime_context import get_server_args, get_serving
 
 from kvarve.connectors.checkpoint import began_s, began_ticks, local_files, replaced_since
 from kvarve.connectors.engine_settings import READ_ALL, HiCacheSettings
-from kvarve.connectors.sglang.hicache import (
-    KV,
-    Asked,
-    Identity,
-    Pages,
-    Ranks,
-    checkpoint,
-    copy_from,
-    copy_to,
-    page_key,
-)
+from kvarve.connectors.sglang.hicache import KV, Asked, Identity, Pages, Ranks, checkpoint, copy_from, copy_to, page_key
 from kvarve.connectors.sglang.objects import Objects
 from kvarve.errors import ConfigError
 from kvarve.memory.seals import seal_of

@@ -48,11 +48,7 @@ class Objects:
     """
 
     def __init__(
-        self,
-        opened: Callable[[], Breaker | Tiers],
-        *,
-        deadline_s: float,
-        buffer_memory: int = BUFFER_MEMORY,
+        self, opened: Callable[[], Breaker | Tiers], *, deadline_s: float, buffer_memory: int = BUFFER_MEMORY
     ) -> None:
         """Open the storage, for at most `deadline_s`: if that takes longer, all is a miss until it is open.
 
