@@ -139,12 +139,6 @@ def test_an_admin_key_alone_guards_the_flush_and_not_the_answers(own_client: htt
     assert own_client.post(FLUSH, headers=bearer(ADMIN)).status_code == 200
 
 
-@pytest.mark.parametrize("own_server", [{"api_key": API}], indirect=True)
-def test_without_an_admin_key_a_flush_needs_the_api_key(own_client: httpx.Client) -> None:
-    assert "API key" in refused(own_client.post(FLUSH), 401)
-    assert own_client.post(FLUSH, headers=bearer(API)).status_code == 200
-
-
 @pytest.mark.parametrize(("keys", "complaint"), [({"admin_key": " "}, "cannot be empty"), ({"admin_key": "b"}, "not")])
 def test_an_admin_key_that_protects_nothing_is_refused(checkpoint: Path, keys: dict[str, str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
