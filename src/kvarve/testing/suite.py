@@ -303,23 +303,26 @@ class CapacitySuite:
         """Opens a storage for a number of objects."""
         return lambda objects: make_storage(capacity_bytes=self.capacity_for(objects))
 
-    def test_what_was_used_longest_ago_is_evicted_first(self, make_small: Callable[..., Storage]) -> None:
+    @pytest.mark.parametrize(
+        ("use", "left"),
+        [
+            (lambda storage: storage.exists(["a"]), "b c d"),
+            (lambda storage: get(storage, "a"), "a c d"),
+            (lambda storage: put(storage, a=bytes(10)), "a c d"),
+        ],
+        ids=["asking is no use", "reading is one", "so is putting again"],
+    )
+    def test_what_was_used_longest_ago_is_evicted_first(
+        self, make_small: Callable[..., Storage], use: Callable[[Storage], object], left: str
+    ) -> None:
         storage = make_small(3)
         for name in "abc":
             put(storage, **{name: bytes(10)})
+        use(storage)
         assert put(storage, d=bytes(10)) == [True]
-        assert there(storage, *"abcd") == "b c d"
+        assert there(storage, *"abcd") == left
         usage = storage.usage()
         assert (usage.objects, usage.bytes, usage.capacity_bytes, usage.evicted) == (3, 30, self.capacity_for(3), 1)
-
-    def test_reading_is_a_use_and_asking_is_not(self, make_small: Callable[..., Storage]) -> None:
-        storage = make_small(3)
-        for name in "abc":
-            put(storage, **{name: bytes(10)})
-        get(storage, "a")
-        storage.exists(["b"])
-        put(storage, d=bytes(10))
-        assert there(storage, *"abcd") == "a c d"
 
     def test_the_beginning_of_a_batch_is_evicted_last(self, make_small: Callable[..., Storage]) -> None:
         storage = make_small(3)
@@ -367,14 +370,6 @@ class CapacitySuite:
         put(storage, d=bytes(10))
         put(storage, e=bytes(10))
         assert there(storage, *"abcde") == "b d e"
-
-    def test_putting_again_is_a_use(self, make_small: Callable[..., Storage]) -> None:
-        storage = make_small(3)
-        for name in "abc":
-            put(storage, **{name: bytes(10)})
-        put(storage, a=bytes(10))
-        put(storage, d=bytes(10))
-        assert there(storage, *"abcd") == "a c d"
 
     def test_threads_that_compete_for_space_leave_the_index_right(self, make_small: Callable[..., Storage]) -> None:
         storage = make_small(6)
