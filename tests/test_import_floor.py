@@ -144,7 +144,6 @@ INSTALL_OF = {
     "cli/admin_client.py": "server",
     "bench": "server",
     "bench/bench_command.py": "base",
-    "bench/picture.py": "demo",
     "planner/sweep.py": "demo",
 }
 # What a module finds in the engine that loads it.

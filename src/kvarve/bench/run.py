@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvarve.bench.bench_command import Load, Target
-from kvarve.bench.figures import figures, same_answers, table
+from kvarve.bench.figures import draw, figures, same_answers, table
 from kvarve.bench.load import Client, Record, Round, arrivals, connected, send_all
 from kvarve.bench.workloads import Conversation, warm_up
 from kvarve.errors import ConfigError, KvarveError
+from kvarve.planner.sweep import pyplot
 from kvarve.reference.server.server_process import empty_log, served
 from kvarve.reports import Printer, check_file
 from kvarve.settings.options import needs
@@ -32,9 +33,6 @@ def load(kind: str, options: Load, make: Callable[[], list[Conversation]]) -> in
     check_file("--png", options.png)
     if options.png is not None:
         with needs("demo", "bench --png"):
-            from kvarve.bench import picture
-            from kvarve.planner.sweep import pyplot
-
             pyplot()  # what is missing is told before the work
 
     conversations = make()
@@ -51,7 +49,7 @@ def load(kind: str, options: Load, make: Callable[[], list[Conversation]]) -> in
     if error := next((row["error"] for row in rows if row["error"]), None):
         printer.say(f"The first request that failed: {error}")
     if options.png is not None:
-        picture.draw(title, rows, options.png)
+        draw(title, rows, options.png)
     return printer.write(
         {"bench": kind, "options": shown(options), "rounds": rows}, int(any(r["failed"] for r in rows))
     )

@@ -14,7 +14,7 @@ import json
 import mmap
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -80,12 +80,6 @@ class _Batch:
     keys: Sequence[bytes]
 
 
-@dataclass(frozen=True)
-class _Question:
-    flight: Flight[list[bool]]
-    keys: Sequence[bytes]
-
-
 def namespace_of(identity: Mapping[str, object]) -> bytes:
     """32 bytes that differ whenever any field of an engine's identity differs. ConfigError: one is not plain data."""
     try:
@@ -134,7 +128,7 @@ class ChunkStore:
         self._touched: dict[bytes, None] = {}
         self._housekept = -inf
         self._housekeeping: Flight[StorageUsage] | None = None
-        self._questions: list[_Question] = []
+        self._questions: list[tuple[Flight[list[bool]], Sequence[bytes]]] = []
         self._batches: list[_Batch] = []
         self._jobs: dict[int, _Job] = {}
         self._progress = {True: -inf, False: -inf}  # when a batch last ended, by whether it stores
@@ -181,7 +175,7 @@ class ChunkStore:
         now = self._clock()
         if self._unsent:
             keys, self._unsent = self._unsent, []
-            self._questions.append(_Question(self._road.exists(self._names(keys, self._epoch), self._deadline_s), keys))
+            self._questions.append((self._road.exists(self._names(keys, self._epoch), self._deadline_s), keys))
         if now - self._housekept >= _HOUSEKEEPING_S and self._housekeeping is None and self._road.storage.up:
             touched, self._touched, self._housekept = [*self._touched], {}, now
             keep = partial(self._keep_house, touched, self._epoch)
@@ -279,10 +273,12 @@ class ChunkStore:
             self._progress[batch.job.storing] = now
             self._end(batch)
         self._give_up([batch for batch in self._batches if now > self._late_at(batch)])
-        for asked in [*self._questions]:
-            if asked.flight.ended.is_set() or now > asked.flight.sent + self._deadline_s:
-                asked.flight.give_up()
-                self._answer(asked)
+        for question in [*self._questions]:
+            flight, keys = question
+            if flight.ended.is_set() or now > flight.sent + self._deadline_s:
+                flight.give_up()
+                self._questions.remove(question)
+                self._answer(keys, flight.answer or repeat(False))
 
     def _late_at(self, batch: _Batch) -> float:
         """When a batch is given up: it hangs, or it waits behind others of which none has ended for so long."""
@@ -292,12 +288,11 @@ class ChunkStore:
 
     def _left_s(self) -> float:
         late = [self._late_at(batch) for batch in self._batches]
-        late += [asked.flight.sent + self._deadline_s for asked in self._questions]
+        late += [flight.sent + self._deadline_s for flight, _ in self._questions]
         return min(late, default=inf) - self._clock()
 
-    def _answer(self, asked: _Question) -> None:
-        self._questions.remove(asked)
-        for key, there in zip(asked.keys, asked.flight.answer or repeat(False)):  # noqa: B905  none may be there
+    def _answer(self, keys: Sequence[bytes], answer: Iterable[bool]) -> None:
+        for key, there in zip(keys, answer):  # noqa: B905  it goes on for ever if nothing was answered
             if key not in self._asked:  # stored meanwhile
                 continue
             if there:
