@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -21,41 +22,28 @@ from kvarve.pages.sizes import parse_size
 class Flag:
     """One of their flags. With neither `ours` nor a `fine` value it is refused."""
 
+    why: str = ""  # for people: its unit, why it says nothing here, or what to do instead
     ours: str | None = None  # our flag that means the same
     value: Callable[[str], str] = str  # from their value to ours
     switch: bool = False  # it takes no value
-    why: str = ""  # for people: its unit, why it says nothing here, or what to do instead
     fine: tuple[str, ...] | None = None  # values that change nothing here, () for all of them; "" is a switch
 
     def allows(self, value: str) -> bool:
         return self.fine is not None and (not self.fine or value in self.fine)
 
 
-def _same(ours: str) -> Flag:
-    return Flag(ours)
-
-
 def _in(unit: str, ours: str) -> Flag:
-    return Flag(ours, lambda value: f"{value}{unit}", why=f"in {unit}")
-
-
-def _always(why: str) -> Flag:
-    return Flag(switch=True, why=why, fine=("",))
-
-
-def _nothing(why: str) -> Flag:
-    return Flag(why=why, fine=())
+    return Flag(f"in {unit}", ours, lambda value: f"{value}{unit}")
 
 
 def _only(value: str, why: str) -> Flag:
-    return Flag(why=why, fine=(value,))
+    return Flag(why, fine=(value,))
 
 
-def _no(why: str, switch: bool = False) -> Flag:
-    return Flag(why=why, switch=switch)
-
-
+_same, _no, _no_switch = partial(Flag, ""), Flag, partial(Flag, switch=True)
+_nothing, _always = partial(Flag, fine=()), partial(Flag, switch=True, fine=("",))
 BACKEND, EXTRA, RATIO = "--hicache-storage-backend", "--hicache-storage-backend-extra-config", "--hicache-ratio"
+_ITS_CACHE = "a server is its cache; a request leaves it out by skip_reading_prefix_cache"
 _PIPELINE = "a model is divided by heads (--tp), not by layers"
 _SERVERS = "start several servers behind a router: docs/several-servers.md"
 _BYTES = "memory for pages is given in bytes: --device-memory"
@@ -68,25 +56,23 @@ _TOKENIZER = "the tokenizer is the one in the model's folder"
 FLAGS: Mapping[str, Flag] = {
     # SGLang's cache
     "--enable-hierarchical-cache": _always("there are host pages unless --host-memory is 0"),
-    RATIO: Flag("--host-memory", why="of --device-memory"),
+    RATIO: Flag("of --device-memory", "--host-memory"),
     "--hicache-size": _in("GB", "--host-memory"),
     "--hicache-write-policy": _same("--write-policy"),
     "--hicache-io-backend": _nothing("copies run on streams of their own, through pinned memory"),
     "--hicache-mem-layout": _nothing("a page lies in host memory as it lies in storage, all layers together"),
-    BACKEND: Flag("--storage", why="a URL, or file, mooncake or hf3fs"),
-    EXTRA: Flag("--storage", why="what else its URL says, as JSON or @FILE"),
+    BACKEND: Flag("a URL, or file, mooncake or hf3fs", "--storage"),
+    EXTRA: Flag("what else its URL says, as JSON or @FILE", "--storage"),
     "--hicache-storage-prefetch-policy": _same("--prefetch-policy"),
     "--radix-eviction-policy": _same("--eviction"),
     "--enable-cache-report": _always("every answer's usage says how many tokens were cached, and where"),
-    "--disable-radix-cache": _no("a server is its cache; a request leaves it out by skip_reading_prefix_cache", True),
+    "--disable-radix-cache": _no_switch(_ITS_CACHE),
     "--admin-api-key": _same("--admin-key"),
     "--page-size": _same("--page-tokens"),
     # vLLM's cache
     "--block-size": _same("--page-tokens"),
     "--enable-prefix-caching": _always("it is always on"),
-    "--no-enable-prefix-caching": _no(
-        "a server is its cache; a request leaves it out by skip_reading_prefix_cache", True
-    ),
+    "--no-enable-prefix-caching": _no_switch(_ITS_CACHE),
     "--prefix-caching-hash-algo": _only("sha256", "keys are chained SHA-256"),
     "--kv-offloading-size": _in("GiB", "--host-memory"),
     "--kv-transfer-config": _no("the tiers are kvarve's own: --host-memory and --storage"),
@@ -108,7 +94,7 @@ FLAGS: Mapping[str, Flag] = {
     "--max-model-len": _same("--context-length"),
     "--tokenizer": _no(_TOKENIZER),
     "--tokenizer-path": _no(_TOKENIZER),
-    "--trust-remote-code": _no("no code of a checkpoint is ever run", True),
+    "--trust-remote-code": _no_switch("no code of a checkpoint is ever run"),
     "--quantization": _no("how weights are quantized is read from the checkpoint"),
     "--load-format": _only("auto", "weights are read from *.safetensors"),
     "--random-seed": _nothing("a request has its own seed"),
@@ -130,11 +116,11 @@ FLAGS: Mapping[str, Flag] = {
     "--log-requests": _always("each request has a line at --log-level info"),
     "--disable-log-requests": _always("--log-level warning leaves them out"),
     # what kvarve does not do
-    "--enable-lora": _no(_ADAPTERS, True),
+    "--enable-lora": _no_switch(_ADAPTERS),
     "--lora-paths": _no(_ADAPTERS),
     "--lora-modules": _no(_ADAPTERS),
     "--tool-call-parser": _no(_TOOLS),
-    "--enable-auto-tool-choice": _no(_TOOLS, True),
+    "--enable-auto-tool-choice": _no_switch(_TOOLS),
     "--reasoning-parser": _no("reasoning stays in the answer's text"),
     "--grammar-backend": _no(_CONSTRAINED),
     "--structured-outputs-config": _no(_CONSTRAINED),
