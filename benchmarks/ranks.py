@@ -33,7 +33,8 @@ from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.ranks.star import Listener
 from kvarve.reference.engine.model import LoadedModel, load_model, quiet_libraries
 from kvarve.reference.engine.rank_processes import Place, Ranks, started
-from kvarve.reference.verify.proof_requests import ProofRequest
+from kvarve.reference.verify.watched import Question
+from kvarve.reference.verify.watched import watched as engine_over
 from pretend import PROMPT_BYTES, Restore
 from tests.sim.models import save_checkpoint, tiny_grid, tiny_model
 
@@ -171,16 +172,12 @@ def _bytes(task: Task, ranks: Ranks) -> dict[str, list[Any]]:
         config = CacheConfig(8 << 20, 16 << 20, f"file://{task.folder}/{name}?capacity=1GiB")
         cache = PrefixCache(model.identity, config, **among)
         prompt = torch.randint(0, 256, (PROMPT,), generator=torch.Generator().manual_seed(5)).tolist()
-        with ProofRequest(model, cache, prompt, 2) as request:
-            request.wait()
-            request.resume()
-            while request.advance():
-                pass
-        assert cache.settle(60)
-        ranks.meet() if among else None  # rank 0 counts what all have stored
-        usage = cache.worker.usage()
-        ranks.meet() if among else None
-        cache.shutdown()
+        with engine_over(model, cache, ranks if among else None, deterministic=True) as engine:
+            engine.answers([Question(prompt, 2)])
+            engine.written()
+            engine.meet()  # rank 0 counts what all have stored
+            usage = cache.worker.usage()
+            engine.meet()
         assert usage is not None and usage.bytes is not None
         return usage.bytes
 

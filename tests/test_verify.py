@@ -30,9 +30,9 @@ from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.workspace import Workspace
 from kvarve.reference.verify.damage import damages
 from kvarve.reference.verify.proof_paths import abort, branches, conversation, deepest, eviction, partial, tiers
-from kvarve.reference.verify.proof_requests import same_bits
 from kvarve.reference.verify.prover import Prover
 from kvarve.reference.verify.serving import answers, together
+from kvarve.reference.verify.watched import same_bits
 from kvarve.storage.altered import AlteredStorage
 from kvarve.storage.file import maintenance
 from tests.sim.models import save_checkpoint, tiny_model

@@ -8,11 +8,11 @@ import torch
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.policies import Policies
-from kvarve.pages.pools import MEMORY_TIERS
+from kvarve.pages.pools import Tier
 from kvarve.ranks.star import Listener
-from kvarve.reference.engine.model import LoadedModel, load_model
+from kvarve.reference.engine.model import load_model
 from kvarve.reference.engine.rank_processes import Place, Ranks, device_of
-from kvarve.reference.verify.proof_requests import ProofRequest, Uncached, differences, largest
+from kvarve.reference.verify.watched import Answer, Question, Uncached, WatchedEngine, differences, largest, watched
 from tests.sim.models import tiny_grid
 
 PROMPT, DECODE = 150, 4  # tokens
@@ -40,13 +40,13 @@ def _compare(family: str, ranks: Ranks, folder: Path, device: str) -> dict[str, 
         policies = Policies(prefetch_policy="wait_complete")
         config = CacheConfig(4 << 20, 8 << 20, f"file://{folder}-{ranks.ranks}?capacity=64MiB", policies)
         cache = PrefixCache(model.identity, config, device=device, rank=ranks.rank, agreement=ranks.again())
-        for name in ("storage",) if restart else ("cold", "device", "host"):
-            if name == "host":
-                cache.flush(MEMORY_TIERS[:1])
-            rounds[name] = _run(model, cache, prompt, uncached)
-        assert cache.settle(60)
-        cache.scheduler.audit()
-        cache.shutdown(10)
+        with watched(model, cache, ranks, deterministic=True) as engine:
+            for name in ("storage",) if restart else ("cold", "device", "host"):
+                if name == "host":
+                    engine.empty([Tier.DEVICE])
+                answer = _answer(engine, prompt)
+                rounds[name] = [*answer.usage.tiers, len(differences(answer.found, uncached(prompt)))]
+            engine.written()
     return {
         "rounds": rounds,
         "replicated": {pool.name: pool.replicated for pool in model.layout.pools},
@@ -54,13 +54,9 @@ def _compare(family: str, ranks: Ranks, folder: Path, device: str) -> dict[str, 
     }
 
 
-def _run(model: LoadedModel, cache: PrefixCache, prompt: list[int], uncached: Uncached) -> list[int]:
-    with ProofRequest(model, cache, prompt, DECODE) as request:
-        request.wait()
-        request.resume()
-        while request.advance():
-            pass
-    return [*request.from_tiers(), len(differences(request.transcript, uncached(prompt)))]
+def _answer(engine: WatchedEngine, prompt: list[int]) -> Answer:
+    (answer,) = engine.answers([Question(prompt, DECODE)])
+    return answer
 
 
 def read_of_others(options: dict[str, Any], place: Place, listener: Listener | None = None) -> dict[str, Any]:
@@ -80,21 +76,15 @@ def read_of_others(options: dict[str, Any], place: Place, listener: Listener | N
             )
             cache = PrefixCache(model.identity, config, rank=ranks.rank, agreement=ranks.again())
             uncached, told = Uncached(model, DECODE), []
-            for seed in options["seeds"]:
-                # The last line of the grid below its end is that of a chunk, the only ends that this request has.
-                length, dice = 2 * chunk + 5, torch.Generator().manual_seed(seed)
-                tokens = torch.randint(0, 256, (length,), generator=dice).tolist()
-                with ProofRequest(model, cache, tokens, DECODE) as request:
-                    request.wait()
-                    request.resume()
-                    while request.advance():
-                        pass
-                expected = uncached(tokens)
-                scale = float(expected.logits[length].abs().max())
-                told.append([*request.from_tiers(), largest(request.transcript, expected, [length]) / scale])
-            assert cache.settle(60)
-            cache.scheduler.audit()
-            cache.shutdown(10)
+            with watched(model, cache, ranks, deterministic=True) as engine:
+                for seed in options["seeds"]:
+                    # The last line of the grid below its end is that of a chunk, the only ends that this request has.
+                    length, dice = 2 * chunk + 5, torch.Generator().manual_seed(seed)
+                    tokens = torch.randint(0, 256, (length,), generator=dice).tolist()
+                    answer, expected = _answer(engine, tokens), uncached(tokens)
+                    scale = float(expected.logits[length].abs().max())
+                    told.append([*answer.usage.tiers, largest(answer.found, expected, [length]) / scale])
+                engine.written()
             ranks.meet()
             found[f"{family} {hits}"] = told
     return found

@@ -29,7 +29,7 @@ from kvarve.reference.engine.requests import Finish
 from kvarve.reference.engine.shards import divide
 from kvarve.reference.engine.tails import tails
 from kvarve.reference.engine.workspace import StateLayout
-from kvarve.reference.verify.proof_requests import Uncached
+from kvarve.reference.verify.watched import Uncached
 from tests.sim.models import STATES_ALONE, tiny_grid, tiny_model
 
 # Positions beside the keys of its indexer.

@@ -88,14 +88,15 @@ def test_no_layer_reads_a_page_before_it_waited_for_it(
     """If one did, it would read the bits that the load began with."""
     model = a_model(family)
     engine = make(model, start=False, deterministic=deterministic)
-    logits: list[list[torch.Tensor]] = [[], []]
-    (cold,) = answered(engine, a_request(watch=lambda row: logits[0].append(row.clone())))
+    logits: list[dict[int, torch.Tensor]] = [{}, {}]
+    (cold,) = answered(engine, a_request(watch=logits[0].__setitem__))
     to_the_host(engine)
-    (warm,) = answered(engine, a_request(watch=lambda row: logits[1].append(row.clone())))
+    (warm,) = answered(engine, a_request(watch=logits[1].__setitem__))
     read = model.layout.read_before(GRID_FLOOR - CHUNK)
     assert last_moment.loads > 0 and engine.counts.reasons[Reason.HIT_HOST] >= read
     assert cold == warm
-    assert all(map(torch.equal, *logits))
+    assert [*logits[1]] == [*logits[0]][-len(logits[1]) :]
+    assert all(torch.equal(row, logits[0][at]) for at, row in logits[1].items())
     assert not engine.cache.worker.transfers.arrivals()
 
 

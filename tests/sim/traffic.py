@@ -245,7 +245,12 @@ class Traffic:
         request.deliver = partial(_report, news, request.number)
         aborts = dice.random() < GIVEN_UP
         active = ActiveRequest(request, talk, turn, dice.randrange(most) if aborts else None)
-        request.watch = lambda logits: active.logits.append(digest(logits))
+
+        def watch(at: int, logits: Tensor) -> None:
+            if at == len(request.prompt) + len(active.logits):
+                active.logits.append(digest(logits))
+
+        request.watch = watch
         return active
 
     def _check_answer(self, active: ActiveRequest, last: OutputChunk, results: Results, deterministic: bool) -> None:

@@ -181,7 +181,8 @@ _numbers = itertools.count(1)
 class Request:
     """One prompt to be answered. Its output goes to `deliver`, on the engine's thread; by default into `outputs`.
 
-    `watch` gets the logits [vocabulary] of each token, just before it is sampled, on the same thread. With
+    `watch` gets how many tokens have been computed and the logits [vocabulary] after them, on the same thread: after
+    each chunk of the prompt, again after a preemption, and for each token just before it is sampled. With
     `hand_over_s` the answer comes with a ticket, which tells another server that the shared storage will have the pages
     within `hand_over_s` seconds. A request with a `ticket` resumes from pages that another server handed over. Of
     several answers to one prompt (`sample_of`) the prompt is counted once, as the first that is admitted finds it.
@@ -193,7 +194,7 @@ class Request:
     priority: int = 0  # of its pages, where eviction is by priority: high stays longest
     read_cache: bool = True
     deliver: Callable[[OutputChunk], None] | None = None
-    watch: Callable[[Tensor], None] | None = None
+    watch: Callable[[int, Tensor], None] | None = None
     hand_over_s: float | None = None
     ticket: Ticket | None = None
     number: int = field(default_factory=lambda: next(_numbers))

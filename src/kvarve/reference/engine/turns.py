@@ -138,12 +138,12 @@ class Turns:
             self.counts.turn_tokens.observe(computed)
         return bool(answers or pieces)
 
-    def _guarded(self, job: Job, compute: Callable[[Job], None]) -> None:
+    def _guarded(self, job: Job, compute: Callable[..., None], *given: object) -> None:
         if job.workspace is None and compute != self._resume:
             return  # it has ended or was preempted in this very turn
         try:
             with bugs_as_broken():
-                compute(job)
+                compute(job, *given)
         except Broken:
             raise
         except Exception as e:  # one request's error (memory, a broken kernel) is not the others'
@@ -260,6 +260,8 @@ class Turns:
         self._keep(job)
         if stop == job.length:
             self._sample([job], logits[None])
+        else:
+            self._show(job, logits)
 
     def _prefilled(self, job: Job, tokens: int) -> None:
         self.counts.computed_tokens += tokens
@@ -343,11 +345,14 @@ class Turns:
 
     # --- sampling and output
 
+    def _show(self, job: Job, logits: Tensor) -> None:
+        if job.request.watch is not None:
+            job.request.watch(job.computed, logits)
+
     def _sample(self, jobs: list[Job], logits: Tensor) -> None:
         """Sample a token for each job from logits [jobs, vocabulary], and emit it."""
         for job, row in zip(jobs, logits, strict=True):
-            if job.request.watch is not None:
-                self._guarded(job, lambda job, row=row: job.request.watch(row))  # type: ignore[misc]
+            self._guarded(job, self._show, row)
         rows = [row for row, job in enumerate(jobs) if job.workspace is not None]
         if len(rows) < len(jobs):
             jobs, logits = [jobs[row] for row in rows], logits[torch.tensor(rows, device=logits.device)]
@@ -356,10 +361,10 @@ class Turns:
         except Exception:  # to find the one at fault, each is sampled alone
             log.exception("sampling for %d requests", len(jobs))
             for job, row in zip(jobs, logits, strict=True):
-                self._guarded(job, lambda job, row=row: self._sample_one(job, row))  # type: ignore[misc]
+                self._guarded(job, self._sample_one, row)
             return
         for job, token, row in zip(jobs, chosen, logits, strict=True):
-            self._guarded(job, lambda job, token=token, row=row: self._emit(job, token, row))  # type: ignore[misc]
+            self._guarded(job, self._emit, token, row)
 
     def _sample_one(self, job: Job, logits: Tensor) -> None:
         (token,) = choose_all(logits[None], [job.draw])

@@ -27,10 +27,10 @@ from kvarve.reference.engine.rank_processes import Place, Ranks, device_of, star
 from kvarve.reference.verify.damage import ADVICE, damages
 from kvarve.reference.verify.proof_paths import PATHS
 from kvarve.reference.verify.proof_plan import Plan
-from kvarve.reference.verify.proof_requests import Transcript, Uncached
 from kvarve.reference.verify.prover import Prover
 from kvarve.reference.verify.report import Path, ProofReport, Rounding
 from kvarve.reference.verify.serving import answers, rounded, together
+from kvarve.reference.verify.watched import Transcript, Uncached
 from kvarve.reports import check_file, is_stdout, write_json
 from kvarve.settings.commands import Verify
 from kvarve.storage import StorageUsage, open_storage

@@ -8,11 +8,10 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
-from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.pages.pools import MEMORY_TIERS, PoolSpec, Tier
 from kvarve.reference.verify.proof_plan import TURNS
-from kvarve.reference.verify.proof_requests import ProofRequest, differences
 from kvarve.reference.verify.prover import Prover
+from kvarve.reference.verify.watched import WatchedEngine, differences
 
 Have = dict[str, set[int]]  # positions by pool
 PagePosition = tuple[str, int]  # a page by its pool and position
@@ -52,34 +51,34 @@ def tiers(prover: Prover) -> None:
     plan, salt = prover.plan, "tiers"
     prompts = [plan.prompt(tokens, number) for number, tokens in enumerate(plan.lengths())]
 
-    def again(cache: PrefixCache, tier: Tier, empty: Sequence[Tier] = ()) -> None:
+    def again(engine: WatchedEngine, tier: Tier, empty: Sequence[Tier] = ()) -> None:
         for prompt in prompts:
             if empty:
-                prover.empty(cache, empty)
-            prover.check(prover.run(cache, prompt, salt), plan.full(len(prompt)), tier)
+                engine.empty(empty)
+            prover.check(prover.run(engine, prompt, salt), plan.full(len(prompt)), tier)
 
-    with prover.store() as store, prover.cache(store) as cache:
+    with prover.store() as store, prover.engine(store) as engine:
         with prover.path("cold", "the cache is on and knows nothing yet"):
             for prompt in prompts:
-                prover.check(prover.run(cache, prompt, salt), 0)
+                prover.check(prover.run(engine, prompt, salt), 0)
         with prover.path("device", "the same prompts again"):
-            again(cache, Tier.DEVICE)
+            again(engine, Tier.DEVICE)
         with prover.path("salt", "the same prompts with another salt, and without reading the cache"):
             for prompt in prompts[-2:]:
-                prover.check(prover.run(cache, prompt, "another"), 0)
-                prover.check(prover.run(cache, prompt, salt, read=False), 0)
+                prover.check(prover.run(engine, prompt, "another"), 0)
+                prover.check(prover.run(engine, prompt, salt, read=False), 0)
         with prover.path("host", "the device is emptied before each request"):
-            prover.settle(cache)
-            again(cache, Tier.HOST, [Tier.DEVICE])
+            engine.written()
+            again(engine, Tier.HOST, [Tier.DEVICE])
         with prover.path("storage", "device and host are emptied before each request"):
-            again(cache, Tier.STORAGE, MEMORY_TIERS)
+            again(engine, Tier.STORAGE, MEMORY_TIERS)
     with (
         prover.store() as store,
-        prover.cache(store) as cache,
+        prover.engine(store) as engine,
         prover.path("restart", "a new cache on the old storage"),
     ):
-        again(cache, Tier.STORAGE)
-        again(cache, Tier.DEVICE)
+        again(engine, Tier.STORAGE)
+        again(engine, Tier.DEVICE)
 
 
 def mixed(prover: Prover) -> None:
@@ -88,19 +87,19 @@ def mixed(prover: Prover) -> None:
     prompt = plan.prompt(whole + 1)
     with (
         prover.store() as store,
-        prover.cache(store, snapshot_every=chunk) as cache,
+        prover.engine(store, snapshot_every=chunk) as engine,
         prover.path("mixed", "one prompt from device, host and storage together") as row,
     ):
-        prover.check(prover.run(cache, prompt, "mixed"), 0)
-        prover.empty(cache)
+        prover.check(prover.run(engine, prompt, "mixed"), 0)
+        engine.empty()
         if plan.chunks > 2:
-            prover.check(prover.run(cache, prompt[: whole - chunk + 1], "mixed"), whole - chunk, Tier.STORAGE)
-            prover.empty(cache, [Tier.DEVICE])
+            prover.check(prover.run(engine, prompt[: whole - chunk + 1], "mixed"), whole - chunk, Tier.STORAGE)
+            engine.empty([Tier.DEVICE])
         if plan.chunks > 1:
-            prover.check(prover.run(cache, prompt[: chunk + 1], "mixed"), chunk)
-        request = prover.check(prover.run(cache, prompt, "mixed"), whole)
-        if sum(tokens > 0 for tokens in request.from_tiers()) < min(plan.chunks, len(Tier)):
-            row.troubles.append(f"tokens from device, host and storage: {request.from_tiers()}, which is not mixed")
+            prover.check(prover.run(engine, prompt[: chunk + 1], "mixed"), chunk)
+        answer = prover.check(prover.run(engine, prompt, "mixed"), whole)
+        if sum(tokens > 0 for tokens in answer.usage.tiers) < min(plan.chunks, len(Tier)):
+            row.troubles.append(f"tokens from device, host and storage: {answer.usage.tiers}, which is not mixed")
 
 
 def partial(prover: Prover) -> None:
@@ -110,11 +109,12 @@ def partial(prover: Prover) -> None:
     pages, grid, limit = len(prompt) // plan.page, plan.chunk // plan.page, (len(prompt) - 1) // plan.page
     with (
         prover.store() as store,
-        prover.cache(store, snapshot_every=plan.chunk) as cache,
+        prover.engine(store, snapshot_every=plan.chunk) as engine,
         prover.path("partial", "storage has, or delivers, only some pages") as row,
     ):
-        keys = prover.check(prover.run(cache, prompt, "partial"), 0).lease
-        prover.settle(cache)
+        prover.check(prover.run(engine, prompt, "partial"), 0)
+        engine.written()
+        keys = prover.prompt(engine, prompt, "partial")
         names = {(pool.name, at): prover.name(keys, at, pool) for pool in layout.pools for at in range(pages)}
         there = dict(zip(names, store.exists([*names.values()]), strict=True))
         stored = [page for page, here in there.items() if here]
@@ -124,27 +124,27 @@ def partial(prover: Prover) -> None:
             return deepest(layout.pools, have, grid, limit) * plan.page
 
         def case(number: int, about: str, hidden: set[PagePosition], lost: set[PagePosition]) -> None:
-            prover.empty(cache)
+            engine.empty()
             gone = hidden | lost
             boundary = reachable([page for page in stored if page not in gone])
             if number % prover.ranks == prover.rank:  # what one rank misses, none may resume from
                 store.hidden = frozenset(names[page] for page in hidden)
                 store.lost = frozenset(names[page] for page in lost)
-            prover.check(prover.run(cache, prompt, "partial"), boundary, Tier.STORAGE, about)
+            prover.check(prover.run(engine, prompt, "partial"), boundary, Tier.STORAGE, about)
             store.restore()
-            prover.settle(cache)
+            engine.written()
 
         if reachable(stored) != plan.whole:
             row.troubles.append("not all pages that the prompt could resume from were stored")
         for number, (about, hidden, lost) in enumerate(_cases(prover, stored, pages, grid)):
             case(number, about, hidden, lost)
         for number, call in enumerate(("exists", "get")):
-            prover.empty(cache)
+            engine.empty()
             if number % prover.ranks == prover.rank:
                 store.broken = frozenset([call])
-            prover.check(prover.run(cache, prompt, "partial"), 0, None, f"storage fails in {call}")
+            prover.check(prover.run(engine, prompt, "partial"), 0, None, f"storage fails in {call}")
             store.restore()
-            prover.settle(cache)
+            engine.written()
 
 
 def _cases(
@@ -177,7 +177,7 @@ def branches(prover: Prover) -> None:
         parts += [plan.whole + 1, (plan.chunks - 1) * chunk + plan.page]
     with (
         prover.store() as store,
-        prover.cache(store) as cache,
+        prover.engine(store) as engine,
         prover.path("branches", "prompts that share a beginning, or only what comes after it"),
     ):
         for number, common in enumerate(parts):
@@ -187,28 +187,28 @@ def branches(prover: Prover) -> None:
                 prompt = plan.prompt(common) + rest
                 # The first finds nothing; the second leaves a snapshot where they differ, if the model needs one.
                 prover.check(
-                    prover.run(cache, prompt, f"branch {number}"),
+                    prover.run(engine, prompt, f"branch {number}"),
                     (0, None, common // chunk * chunk)[tail],
                     None,
                     f"parts after {common}",
                 )
         one, other = (plan.prompt(chunk, 150 + i) for i in range(2))
         alike = plan.prompt(plan.whole - chunk + 1, 160)
-        prover.check(prover.run(cache, one + alike, "alike"), 0)
-        prover.check(prover.run(cache, other + alike[:1], "alike"), 0)
-        prover.empty(cache)
-        prover.check(prover.run(cache, other + alike, "alike"), chunk, None, "goes on as another")
+        prover.check(prover.run(engine, one + alike, "alike"), 0)
+        prover.check(prover.run(engine, other + alike[:1], "alike"), 0)
+        engine.empty()
+        prover.check(prover.run(engine, other + alike, "alike"), chunk, None, "goes on as another")
 
 
 def conversation(prover: Prover) -> None:
     """Each turn's prompt contains the answer of the turn before."""
     plan, chunk = prover.plan, prover.plan.chunk
-    with prover.cache() as cache, prover.path("conversation", "the next turn's prompt holds the last one's answer"):
+    with prover.engine() as engine, prover.path("conversation", "the next turn's prompt holds the last one's answer"):
         history, known = plan.prompt(max(1, plan.longest - chunk - plan.decode), 200), 0
         for turn in range(TURNS):
-            request = prover.check(prover.run(cache, history), known, Tier.DEVICE, f"turn {turn + 1}")
+            answer = prover.check(prover.run(engine, history), known, Tier.DEVICE, f"turn {turn + 1}")
             known = len(history) // chunk * chunk
-            history = [*history, *request.transcript.tokens, *plan.prompt(max(1, chunk // 2 - 1), 201 + turn)]
+            history = [*history, *answer.found.tokens, *plan.prompt(max(1, chunk // 2 - 1), 201 + turn)]
             if len(history) + plan.decode > plan.longest + TURNS * plan.decode:
                 break
 
@@ -218,24 +218,25 @@ def eviction(prover: Prover) -> None:
     plan, chunk = prover.plan, prover.plan.chunk
     count = 4 if plan.quick and plan.chunks > 1 else 8
     with prover.path("eviction", "tiers too small for the conversations, by each write policy") as row:
-        for policy, device, host in (("write_through", plan.whole, 2 * plan.whole), ("write_back", 1, chunk)):
+        one = plan.longest + plan.decode  # the engine needs device memory for a whole request
+        for policy, device, host in (("write_through", one, 2 * plan.whole), ("write_back", one, chunk)):
             stored = policy == "write_through"
             with (
                 prover.store() if stored else nullcontext() as store,
-                prover.cache(store, device, host, write_policy=policy) as cache,
+                prover.engine(store, device, host, write_policy=policy) as engine,
             ):
                 histories = [plan.prompt(plan.whole + 1 - plan.decode, 300 + i) for i in range(count)]
                 for turn in range(2):
                     for i, history in enumerate(histories):
                         # Pages in storage are found again; write-back promises nothing.
                         known = turn * ((plan.whole + 1 - plan.decode) // chunk * chunk) if stored else None
-                        request = prover.check(prover.run(cache, history, policy), known, None, policy)
+                        answer = prover.check(prover.run(engine, history, policy), known, None, policy)
                         if stored:
-                            prover.settle(cache)
-                        rest = [*request.transcript.tokens, *plan.prompt(max(1, chunk // 2 - 1), 320 + i)]
+                            engine.written()
+                        rest = [*answer.found.tokens, *plan.prompt(max(1, chunk // 2 - 1), 320 + i)]
                         histories[i] = [*history, *rest][: plan.longest]
-                prover.settle(cache)
-                stats = cache.stats()
+                engine.written()
+                stats = engine.stats()
                 for tier in ("device",) if stored else ("device", "host"):
                     if not sum(gone for name, gone in stats.items() if name.startswith(f"evicted.{tier}.")):
                         row.troubles.append(f"no page was evicted from the {tier} under {policy}: this proved nothing")
@@ -247,24 +248,18 @@ def abort(prover: Prover) -> None:
     prompt = plan.prompt(plan.whole + 1)
     with (
         prover.store() as store,
-        prover.cache(store, snapshot_every=chunk) as cache,
+        prover.engine(store, snapshot_every=chunk) as engine,
         prover.path("abort", "aborted in the middle, then asked again"),
     ):
-        for done in range(plan.chunks + 1):
-            with prover.request(cache, prompt, f"abort {done}") as request:
-                request.wait()
-                request.resume()
-                for _ in range(done):
-                    request.advance()
-            prover.check(request, 0, None, f"aborted after {done} chunks")
-            prover.check(prover.run(cache, prompt, f"abort {done}"), done * chunk, Tier.DEVICE, "asked again")
+        for done in range(1, plan.chunks + 1):
+            left = prover.run(engine, prompt, f"abort {done}", leaves=done * chunk)
+            prover.check(left, 0, None, f"aborted after {done} chunks")
+            prover.check(prover.run(engine, prompt, f"abort {done}"), done * chunk, Tier.DEVICE, "asked again")
         for emptied in ([], [Tier.DEVICE], MEMORY_TIERS):
-            for claimed in (False, True):
-                prover.empty(cache, emptied)
-                with prover.request(cache, prompt, "abort 0") as request:
-                    if claimed:
-                        cache.claim(request.lease)
-                prover.check(prover.run(cache, prompt, "abort 0"), plan.whole, None, "aborted while it waited")
+            if emptied:
+                engine.empty(emptied)
+            prover.check(prover.run(engine, prompt, "abort 1", leaves=0), None, None, "aborted at once")
+            prover.check(prover.run(engine, prompt, "abort 1"), plan.whole, None, "aborted while it waited")
 
 
 def interleaved(prover: Prover) -> None:
@@ -276,33 +271,18 @@ def interleaved(prover: Prover) -> None:
         plan.prompt(plan.whole + 1, 400),
         plan.prompt(plan.chunk + 1, 401),
     ]
+    questions = []
+    for _ in range(count):
+        prompt, salt, leaves = rng.choice(stems), rng.choice(["one", "two"]), rng.random() < 0.2
+        ends = [*range(plan.chunk, len(prompt), plan.chunk), len(prompt)]
+        questions.append(prover.question(prompt, salt, leaves=rng.choice([0, *ends]) if leaves else None))
     with (
         prover.store() as store,
-        prover.cache(store, 2 * plan.longest, 3 * plan.longest) as cache,
+        prover.engine(store, 2 * plan.longest, 3 * plan.longest) as engine,
         prover.path("interleaved", "many requests at once, some aborted") as row,
     ):
-        asked, running = 0, list[ProofRequest]()
-        try:
-            while asked < count or running:
-                cache.step()
-                if asked < count and len(running) < at_once and rng.random() < 0.4:
-                    running.append(prover.request(cache, rng.choice(stems), rng.choice(["one", "two"])))
-                    asked += 1
-                if not running:
-                    continue
-                request = rng.choice(running)
-                if not request.resumed:
-                    request.wait()
-                    request.resume()
-                elif rng.random() < 0.03 or not request.advance():
-                    running.remove(request)
-                    cache.close(request.lease)
-                    prover.check(request)
-                if rng.random() < 0.02:
-                    cache.scheduler.core.flush([rng.choice(MEMORY_TIERS)])
-        finally:
-            for request in running:
-                cache.close(request.lease)
+        for answer in engine.answers(questions, at_once, lambda: engine.evict([rng.choice(MEMORY_TIERS)])):
+            prover.check(answer)
         if not sum(row.resumed.values()):
             row.troubles.append("no request found anything: this proved nothing")
 

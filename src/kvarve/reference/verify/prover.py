@@ -1,4 +1,4 @@
-"""Drives requests through caches of its own and compares every logit with the uncached run."""
+"""Drives requests through engines of its own and compares every logit with the uncached run."""
 
 import logging
 import time
@@ -8,23 +8,32 @@ from typing import Any
 
 from kvarve.cache.config import CacheConfig, room_for, spacing
 from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.scheduler import Prompt
 from kvarve.cache.worker import check
 from kvarve.core.policies import Policies
 from kvarve.core.requests.lease import Lease
 from kvarve.core.slots.extents import Cut
 from kvarve.memory.machine import on_host
-from kvarve.pages.keys import object_name
-from kvarve.pages.pools import MEMORY_TIERS, ModelIdentity, PoolSpec, Tier
+from kvarve.pages.keys import KEY_BYTES, object_name
+from kvarve.pages.pools import PoolSpec, Tier
 from kvarve.reference.engine.model import LoadedModel
 from kvarve.reference.engine.rank_processes import Ranks
 from kvarve.reference.verify.proof_plan import Plan
-from kvarve.reference.verify.proof_requests import ProofRequest, Stuck, Transcript, Uncached, differences, largest
 from kvarve.reference.verify.report import TIERS, Path, ProofReport
+from kvarve.reference.verify.watched import (
+    Answer,
+    Question,
+    Transcript,
+    Uncached,
+    WatchedEngine,
+    differences,
+    largest,
+    watched,
+)
 from kvarve.storage import open_storage
 from kvarve.storage.altered import AlteredStorage
 from kvarve.transfer.compression import compressing
 
-SETTLE_S = 60.0
 STORAGE_S = 30.0  # a storage that takes longer never answers
 
 
@@ -82,7 +91,7 @@ class Prover:
         if row.troubles:
             row.troubles += [f"the log says: {line}" for line in dict.fromkeys(self.notes.lines)]
 
-    # --- caches
+    # --- engines
 
     def config(self, device: int = 0, host: int = 0, **settings: object) -> CacheConfig:
         """Memory for `device` and `host` tokens; 0: enough for any path."""
@@ -118,110 +127,92 @@ class Prover:
             store.close()
 
     @contextmanager
-    def cache(
+    def engine(
         self,
         store: AlteredStorage | None = None,
         device: int = 0,
         host: int = 0,
-        identity: ModelIdentity | None = None,
+        model: LoadedModel | None = None,
+        deterministic: bool = True,
         **settings: object,
-    ) -> Iterator[PrefixCache]:
-        """A cache of its own, empty, with or without a storage; sizes in tokens."""
-        where, identity = str(self.model.model.device), identity or self.model.identity
+    ) -> Iterator[WatchedEngine]:
+        """An engine over a cache of its own, empty, with or without a storage; sizes in tokens."""
+        model, where = model or self.model, str(self.model.model.device)
         among: dict[str, Any] = {}
         if self._ranks is not None:
             among = {"rank": self.rank, "agreement": self._ranks.again()}
-        cache = PrefixCache(identity, self.config(device, host, **settings), device=where, storage=store, **among)
+        config = self.config(device, host, **settings)
+        cache = PrefixCache(model.identity, config, device=where, storage=store, **among)
+        # With one chunk a turn, prefill and decoding overlap for as long as possible.
+        turns = {"turn_tokens": self.plan.chunk, "deterministic": deterministic}
         try:
-            yield cache
+            with watched(model, cache, self._ranks, **turns) as engine:
+                yield engine
         finally:
             if store is not None:
                 store.restore()
-            cache.shutdown(10.0)
-
-    def settle(self, cache: PrefixCache) -> None:
-        """Wait until all backups are written."""
-        if not cache.settle(SETTLE_S):
-            raise Stuck(f"backups were not written within {SETTLE_S:.0f} s")
-        cache.scheduler.audit()
-
-    def empty(self, cache: PrefixCache, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
-        """Empty memory tiers after the backups; Stuck if pages are left."""
-        cache.flush(tiers, SETTLE_S)
-        names = tuple(f"used.{tier.name.lower()}." for tier in tiers)
-        left = [name for name, count in cache.stats().items() if count and name.startswith(names)]
-        if left:
-            raise Stuck(f"memory could not be emptied: {', '.join(left)}")
 
     # --- what is stored
 
-    def name(self, lease: Lease, at: int, pool: PoolSpec) -> str:
-        """The object that a lease's page lies in, or this rank's part of it."""
-        return object_name(lease.root, lease.key(at), pool.name, 0 if pool.replicated else self.rank, self.ranks)
+    def prompt(self, engine: WatchedEngine, prompt: Sequence[int], salt: str) -> Prompt:
+        return engine.cache.scheduler.prompt(prompt, f"{self.salt} {salt}")
 
-    def write(self, store: AlteredStorage, name: str, data: bytes, pool: PoolSpec) -> None:
+    def name(self, prompt: Prompt, at: int, pool: PoolSpec) -> str:
+        """The object that a prompt's page lies in, or this rank's part of it."""
+        part = 0 if pool.replicated else self.rank
+        return object_name(prompt.root, key_of(prompt, at), pool.name, part, self.ranks)
+
+    def write(self, engine: WatchedEngine, store: AlteredStorage, name: str, data: bytes, pool: PoolSpec) -> None:
         """Store an object in place of the one there, while no rank reads it."""
-        self._meet()
+        engine.meet()
         if not (pool.replicated and self.rank):
             store.write({name: data})
-        self._meet()
-
-    def compute(self, prompts: Sequence[Sequence[int]], uncached: Uncached | None = None) -> None:
-        """Have all ranks compute rank 0's prompts without a cache; from then on they are known."""
-        for prompt in prompts if self._ranks is None else self._ranks.of_first([*prompts]):
-            (uncached or self.uncached)(prompt)
-
-    def _meet(self) -> None:
-        if self._ranks is not None:
-            self._ranks.meet()
+        engine.meet()
 
     # --- requests
 
-    def request(self, cache: PrefixCache, prompt: Sequence[int], salt: str = "", read: bool = True) -> ProofRequest:
-        return ProofRequest(self.model, cache, prompt, self.plan.decode, f"{self.salt} {salt}", read)
+    def question(self, prompt: Sequence[int], salt: str = "", read: bool = True, leaves: int | None = None) -> Question:
+        return Question(prompt, self.plan.decode, f"{self.salt} {salt}", read, leaves)
 
     def run(
         self,
-        cache: PrefixCache,
+        engine: WatchedEngine,
         prompt: Sequence[int],
         salt: str = "",
         read: bool = True,
-        before: Callable[[ProofRequest], None] | None = None,
-    ) -> ProofRequest:
-        """A whole request; `before` is called when its pages are on the device and not yet read."""
-        with self.request(cache, prompt, salt, read) as request:
-            request.wait()
-            if before is not None:
-                before(request)
-            request.resume()
-            while request.advance():
-                pass
-        cache.scheduler.audit()
-        return request
+        leaves: int | None = None,
+        before: Callable[[Lease], None] | None = None,
+    ) -> Answer:
+        """One request alone; `before` is called when its pages are on the device and not yet read."""
+        engine.before = before
+        engine.meet()
+        try:
+            (answer,) = engine.answers([self.question(prompt, salt, read, leaves)])
+        finally:
+            engine.before = None
+        if (answer.usage.queued_s or 0.0) >= 0.9 * STORAGE_S:
+            self.row.troubles.append(
+                f"{named(prompt)} waited for storage until the deadline, {answer.usage.queued_s:.1f} s"
+            )
+        return answer
 
-    def check(
-        self, request: ProofRequest, resumed: int | None = None, tier: Tier | None = None, about: str = ""
-    ) -> ProofRequest:
+    def check(self, answer: Answer, resumed: int | None = None, tier: Tier | None = None, about: str = "") -> Answer:
         """Compare a request's logits with the uncached run; it has to resume after `resumed` tokens, from `tier`.
 
         A hit's pages that a resume does not read, as in a model of states alone, come from nowhere and count as the
         device's.
         """
-        tiers, prompt = request.from_tiers(), request.prompt
+        tiers, prompt = answer.usage.tiers, answer.prompt
         due = resumed
         if resumed is not None and tier is not Tier.DEVICE:
             due = self.model.layout.read_before(resumed)
-        if request.waited_s >= 0.9 * STORAGE_S:
-            self.row.troubles.append(
-                f"{named(prompt, about)} waited for storage until the deadline, {request.waited_s:.1f} s"
-            )
-        right = self.compare(prompt, request.transcript, self.uncached(prompt), tiers, resumed, about)
+        right = self.compare(prompt, answer.found, self.uncached(prompt), tiers, resumed, about)
         if right and tier is not None and tiers[tier] != due:
             sources = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
             self.row.troubles.append(
                 f"{named(prompt, about)} was to resume from the {tier.name.lower()}, and had {sources or 'nothing'}"
             )
-        return request
+        return answer
 
     def count(self, prompt: Sequence[int], tiers: Sequence[int]) -> None:
         """Count a finished request by the tokens of its prompt that each tier had."""
@@ -256,5 +247,9 @@ class Prover:
         return not misses
 
 
-def named(prompt: Sequence[int], about: str) -> str:
+def named(prompt: Sequence[int], about: str = "") -> str:
     return f"a prompt of {len(prompt)} tokens" + (f" ({about})" if about else "")
+
+
+def key_of(prompt: Prompt, at: int) -> bytes:
+    return prompt.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from kvarve.pages.pools import Tier
-from kvarve.reference.verify.proof_requests import Transcript, largest
+from kvarve.reference.verify.watched import Transcript, largest
 from kvarve.reports import plain_table
 
 TIERS = tuple(tier.name.lower() for tier in Tier)
