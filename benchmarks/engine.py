@@ -158,13 +158,13 @@ class TakingTurns(Engine):
 
     before: Callable[[], object] | None = None
 
-    def _prefill_chunk(self, job: Job) -> None:
-        if self.before is not None:
+    def _compute_alone(self, job: Job) -> None:
+        if self.before is not None and job.prefilling:
             self.cache.settle(PATIENCE_S)
             self.chunk_s.append(time.perf_counter() - self._went_on)
             self.before()
             self._went_on = time.perf_counter()
-        super()._prefill_chunk(job)
+        super()._compute_alone(job)
 
     def cold(self, prompt: Sequence[int], bare: Bare, most: int) -> tuple[Timed, list[float]]:
         """Answer in turns with the bare model; the seconds before the first chunk, and of each chunk."""

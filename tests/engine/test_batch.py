@@ -23,11 +23,10 @@ from engines import (
 )
 from kvarve.reference.engine import batch as batch_module
 from kvarve.reference.engine import turns as turns_module
-from kvarve.reference.engine.batch import batches
+from kvarve.reference.engine.batch import together
 from kvarve.reference.engine.paging import PagedTape, PagedWorkspace
 from kvarve.reference.engine.requests import Finish
 from kvarve.reference.engine.shards import divide
-from kvarve.reference.engine.tails import tails
 from kvarve.reference.engine.workspace import StateLayout
 from kvarve.reference.verify.watched import Uncached
 from tests.sim.models import STATES_ALONE, tiny_grid, tiny_model
@@ -54,7 +53,7 @@ def test_answers_computed_together_are_those_computed_alone(family: str, make: M
 @every_family
 def test_what_a_models_code_can_do_is_found_by_trying(family: str) -> None:
     model = a_model(family)
-    assert batches(model.model, model.layout) is (family not in ONE_BY_ONE)
+    assert together(model.model, model.layout).answers is (family not in ONE_BY_ONE)
 
 
 @pytest.mark.usefixtures("kinds")
@@ -64,8 +63,7 @@ def test_what_a_rank_can_do_is_what_the_whole_model_can(family: str) -> None:
     whole, part = a_model(family), tiny_model(family)
     divide(part, 0, 2, lambda _: None)
     layout = StateLayout.of(part, *tiny_grid(family))
-    assert batches(part, layout) == batches(whole.model, whole.layout)
-    assert tails(part, layout) == tails(whole.model, whole.layout)
+    assert together(part, layout) == together(whole.model, whole.layout)
 
 
 @pytest.mark.parametrize("fault", ["mask", "position", "crash"])
@@ -88,7 +86,7 @@ def test_code_that_confuses_rows_is_found_out_and_computed_one_by_one(
 
     monkeypatch.setattr(type(model.model), "forward", confused)
     engine = make(model, start=False)
-    assert not engine.batches
+    assert not engine.together.answers
     answers = by_hand(engine, *(a_request(a_prompt(tokens, seed), most) for tokens, seed, most in ASKED[:3]))
     for (_, answer, _), (tokens, seed, most) in zip(answers, ASKED, strict=False):
         assert answer == alone("qwen3_5", tokens, seed, most)

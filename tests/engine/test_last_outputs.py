@@ -16,7 +16,6 @@ from kvarve.reference.engine.inputs import Stop
 from kvarve.reference.engine.model import Detokenizer
 from kvarve.reference.engine.paging import PagedWorkspace
 from kvarve.reference.engine.requests import Finish, Request
-from kvarve.reference.engine.tails import Tails
 from kvarve.reference.engine.turns import Call
 from kvarve.storage import MemoryStorage
 
@@ -106,7 +105,7 @@ PARTS: list[tuple[Any, str, int]] = [
     (turns_module, "likelihood", 2),
     (Batch, "forward", 3),
     (Batch, "__init__", 0),
-    (Tails, "forward", 0),
+    (Batch, "forward", 0),
     (Detokenizer, "__init__", 1),
     (Detokenizer, "push", 0),
     (Detokenizer, "push", 9),

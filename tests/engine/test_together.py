@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines import CHUNK, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
-from kvarve.reference.engine.batch import Batch, by_length
+from kvarve.reference.engine.batch import Batch, Together, by_length, together
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.paging import PagedTape
 from kvarve.reference.engine.requests import Finish
-from kvarve.reference.engine.tails import Tails, tails
 
-# By how their layers treat padding: see the docstring of reference/engine/tails.py.
+# By how their layers treat padding: see the docstring of reference/engine/batch.py.
 ALL_ROWS = {
     *("qwen3", "llama", "gpt_oss", "gpt_oss_wide", "gemma3", "gemma4", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
     *("longcat_flash", "llama4", "mistral3", "internvl", "qwen2_5_vl", "qwen3_vl", "glm4v", "kimi_k25"),
@@ -49,9 +48,9 @@ def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_i
     monkeypatch.setattr(engine, "_spare", 100)
     real = Batch.forward
 
-    def forward(self: Batch, model: Any, tokens: list[int]) -> Any:
+    def forward(self: Batch, model: Any, ids: list[list[int]]) -> Any:
         columns.append([workspace.tokens for workspace in self.workspaces])
-        return real(self, model, tokens)
+        return real(self, model, ids)
 
     monkeypatch.setattr(Batch, "forward", forward)
     asked = [(20, 1), (33, 2), (61, 3), (150, 4)]
@@ -94,19 +93,19 @@ def test_the_last_row_of_a_batch_keeps_its_own_state_and_no_other(family: str, m
 @every_family
 def test_what_a_models_code_makes_of_padding_is_found_by_trying(family: str) -> None:
     model = a_model(family)
-    found = tails(model.model, model.layout)
+    found = together(model.model, model.layout)
     assert found.any is (family in ALL_ROWS)
-    assert found.fresh is (family not in ONE_BY_ONE)
+    assert found.fresh is (family not in ONE_BY_ONE | STATES_ONE_BY_ONE)
     assert found.equal is (family not in ONE_BY_ONE | STATES_ONE_BY_ONE | {"jamba"})
 
 
 def test_rows_are_grouped_as_the_code_allows() -> None:
     shapes = [(0, 40), (0, 35), (64, 40), (128, 40), (64, 9), (0, 10)]
-    assert Tails().groups(shapes) == []
-    assert Tails(any=True).groups(shapes) == [[0, 2, 3, 1], [5, 4]]
-    assert Tails(fresh=True, equal=True).groups(shapes) == [[0, 1], [2, 3]]
-    assert Tails(equal=True).groups(shapes) == [[0, 2, 3]]
-    assert Tails(fresh=True).groups(shapes) == [[0, 1]]
+    assert Together().groups(shapes) == []
+    assert Together(any=True).groups(shapes) == [[0, 2, 3, 1], [5, 4]]
+    assert Together(fresh=True, equal=True).groups(shapes) == [[0, 1], [2, 3]]
+    assert Together(equal=True).groups(shapes) == [[0, 2, 3]]
+    assert Together(fresh=True).groups(shapes) == [[0, 1]]
 
 
 LENGTHS = [(20, 0), (17, 1), (CHUNK + 20, 3), (2 * CHUNK + 20, 4), (9, 6)]
@@ -118,20 +117,21 @@ def test_tails_of_prompts_computed_together_answer_as_each_alone(
 ) -> None:
     """Prefixes of some are cached, lengths differ, and what follows continues from the states that are left."""
     model = a_model(family)
-    engine, together = make(model, start=False, max_running=16, turn_tokens=64 * CHUNK), [0]
-    real = Tails.forward
+    engine, rows = make(model, start=False, max_running=16, turn_tokens=64 * CHUNK), [0]
+    real = Batch.forward
 
-    def forward(self: Tails, *args: Any) -> Any:
-        together[0] = max(together[0], len(args[1]))
-        return real(self, *args)
+    def forward(self: Batch, model: Any, ids: list[list[int]]) -> Any:
+        if max(map(len, ids)) > 1:
+            rows[0] = max(rows[0], len(ids))
+        return real(self, model, ids)
 
-    monkeypatch.setattr(Tails, "forward", forward)
+    monkeypatch.setattr(Batch, "forward", forward)
     by_hand(engine, *(a_request(a_prompt(tokens, seed), 1) for tokens, seed in LENGTHS if tokens > CHUNK))
     answers = by_hand(engine, *(a_request(a_prompt(tokens, seed), 2) for tokens, seed in LENGTHS))
     for (_, answer, last), (tokens, seed) in zip(answers, LENGTHS, strict=True):
         assert last.finish is Finish.LENGTH
         assert answer == alone(family, tokens, seed, 2), (tokens, seed)
-    assert (together[0] > 1) is (family not in ONE_BY_ONE | STATES_ONE_BY_ONE)
+    assert (rows[0] > 1) is (family not in ONE_BY_ONE | STATES_ONE_BY_ONE)
 
 
 # --- the engine's thread does not sleep while there is something to compute

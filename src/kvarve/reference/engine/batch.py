@@ -1,32 +1,41 @@
-"""One token for many sequences in one forward: rows of different lengths, aligned at their ends.
+"""The next chunk of many sequences in one forward: rows of different lengths, aligned at their ends.
 
-The model's code sees what its own `generate` makes of prompts padded on the left: a mask of each row's columns, and
-each row's positions. Every attention layer gathers its rows' tokens from the pages, and recurrent states are views of
-one tensor, so that nothing is copied in or out while a batch stays the same. Rounding differs from a row computed
-alone. Whether a model's code supports this is tried on a few tokens, not known by name.
+A chunk is one token of an answer, or the tail of a prompt: the tokens after its last whole chunk, which are not
+published. The model's code sees what its own `generate` makes of prompts padded on the left: a mask of each row's
+columns, and each row's positions. Every attention layer gathers its rows' tokens from the pages, and recurrent states
+are views of one tensor, so that nothing is copied in or out while a batch stays the same. Rounding differs from a row
+computed alone.
+
+The effect of padding depends on the layer: attention masks it; a recurrent state ignores it if the row has no past, and
+is corrupted by it if there is one. What a model's code can do is not known by name: each kind of batch is tried when an
+engine starts, on a few tokens; a kind that fails is computed row by row.
 """
 
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvarve.reference.engine.compressors import make_batchable
 from kvarve.reference.engine.layers import Layer, LayerPlan, new_cache
 from kvarve.reference.engine.model import forward
 from kvarve.reference.engine.paging import PagedTape, PagedWorkspace, RollingTape
 from kvarve.reference.engine.shards import FailedOnRank
+from kvarve.reference.engine.stepwise import make_batchable
 from kvarve.reference.engine.workspace import StateLayout
 from kvarve.reference.engine.wrappers import compute
 
 log = logging.getLogger(__name__)
 
-TRIED_LENGTHS = (5, 12, 3)  # tokens of the prompts with which batching is tried
+# Tokens before and in each row of the trials: answers, and tails without a past, of one length, and any.
+ANSWERS, FRESH = ((5, 1), (12, 1), (3, 1)), ((0, 5), (0, 12), (0, 3))
+EQUAL, ANY = ((5, 4), (0, 4), (12, 4)), ((5, 4), (0, 7), (12, 3))
+TWICE = 2  # a tail is padded to at most this many times its own length
 # The cost of another forward beside reading the weights, and how often the keys and values of a padded column are read
 # or written, by gathering and attention; measured with `benchmarks/engine.py`.
 FORWARD_BYTES = 16 << 20
@@ -70,10 +79,14 @@ class _Gather:
 
     def __init__(self) -> None:
         self.written = self.read = torch.empty(0)
+        self.new: Tensor | None = None
 
-    def aim(self, written: Tensor, read: Tensor) -> None:
-        """`written` [rows]: where the new tokens go; `read` [rows, columns]: all that are attended to."""
-        self.written, self.read = written, read
+    def aim(self, read: Tensor, valid: Tensor | None, new: int) -> None:
+        """`read` [rows, columns]: all that are attended to, the new ones last; `valid` [rows, new]: which of these are
+        not padding, and are written (None: all)."""
+        written = read[:, -new:].flatten()
+        self.read, self.new = read, None if valid is None else valid.flatten().nonzero()[:, 0]
+        self.written = written if self.new is None else written[self.new]
 
 
 class _Column:
@@ -83,25 +96,26 @@ class _Column:
         self.flat, self.gather = flat, gather
 
     def push(self, tokens: Tensor) -> Tensor:
-        """Write [rows, *shape], and read [rows, columns, *shape]."""
-        self.flat.index_copy_(0, self.gather.written, tokens)
-        read = self.gather.read
-        return self.flat.index_select(0, read.flatten()).view(*read.shape, *self.flat.shape[1:])
+        """Write [rows, new, *shape], and read [rows, columns, *shape]."""
+        tokens, gather = tokens.flatten(0, 1), self.gather
+        self.flat.index_copy_(0, gather.written, tokens if gather.new is None else tokens[gather.new])
+        return self.flat.index_select(0, gather.read.flatten()).view(*gather.read.shape, *self.flat.shape[1:])
 
 
 class _InRows(Layer):
     """Attention: a batch of sequences that have been padded on the left."""
 
     columns: dict[str, _Column]
-    cumulative_length: int  # of the longest row; a sliding layer makes its mask by it
+    cumulative_length: int  # before the new tokens, of the longest row; a sliding layer makes its mask by it
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Take [rows, heads, 1, width]; returns [rows, heads, columns, width]."""
-        keys = self.columns["keys"].push(key_states[:, :, 0]).transpose(1, 2)
+        """Take [rows, heads, new, width]; returns [rows, heads, columns, width]."""
+        self.arrive()
+        keys = self.columns["keys"].push(key_states.transpose(1, 2)).transpose(1, 2)
         values = keys[..., : value_states.shape[-1]]  # where one tape is both, or values have no width
         if "values" in self.columns:
-            values = self.columns["values"].push(value_states[:, :, 0]).transpose(1, 2)
-        self.cumulative_length += 1
+            values = self.columns["values"].push(value_states.transpose(1, 2)).transpose(1, 2)
+        self.cumulative_length += key_states.shape[2]
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -112,12 +126,13 @@ class _IndexedInRows(_InRows):
     """Sparse attention, whose indexer takes the best columns of each row; padding has the worst scores of all."""
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Take [rows, 1, width]; returns [rows, columns, width]."""
-        return self.columns["indexer_keys"].push(indexer_key_states[:, 0])
+        """Take [rows, new, width]; returns [rows, columns, width]."""
+        self.arrive()
+        return self.columns["indexer_keys"].push(indexer_key_states)
 
 
 class _CompressingInRows(_InRows):
-    """A window of the rows, and for what each has compressed its own cache: see `compressors.py`."""
+    """A window of the rows, and for what each has compressed its own cache: see `stepwise.py`."""
 
     caches: Sequence[Any]  # of each row
 
@@ -179,12 +194,10 @@ def _build(plan: LayerPlan) -> Any:
 
 
 class Batch:
-    """Sequences that are decoded together. Another set of sequences is another batch."""
+    """Sequences whose next chunks are computed together. Another set of sequences is another batch."""
 
     def __init__(self, workspaces: Sequence[PagedWorkspace]) -> None:
         self.workspaces = tuple(workspaces)
-        for workspace in workspaces:
-            workspace.arrived()
         first = workspaces[0]
         self.layout, self.device = first.layout, first.device
         layers = [_build(plan) for plan in self.layout.layers]
@@ -199,16 +212,24 @@ class Batch:
             for buffer in pool.buffers:
                 _, number, what = buffer.name.split(".", 2)
                 layer = layers[int(number)]
+                if pool.lookback is not None:
+                    self._arrive(int(number))
                 if pool.in_place and isinstance(layer, _StatesInRows):
                     self._stack_states(layer, buffer.name)
                 elif not pool.in_place and buffer.shape[0] == self.layout.page_tokens:  # else each row's own
                     self._gathers.setdefault(pool.name, _Gather())
                     layer.columns[what] = _Column(self._stack_tokens(buffer.name), self._gathers[pool.name])
 
+    def _arrive(self, number: int) -> None:
+        for workspace in self.workspaces:
+            workspace.cache.layers[number].arrive()
+
     def _stack_states(self, layer: Any, name: str) -> None:
         """One tensor of all rows' states; each workspace's state is a view of it from now on."""
         stack = torch.cat([workspace._states[name] for workspace in self.workspaces])
         layer.hold(name.split(".", 2)[2], stack)
+        if not any(workspace.tokens for workspace in self.workspaces):
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, False)
         for row, workspace in enumerate(self.workspaces):
             workspace._put_state(name, stack[row : row + 1])
 
@@ -223,54 +244,57 @@ class Batch:
             tape._data = data
         return stack.flatten(0, 1)
 
-    def forward(self, model: Any, tokens: Sequence[int]) -> Tensor:
-        """Compute one token for each row; the logits [rows, vocabulary]. If it fails, the rows' states are lost."""
-        for workspace in self.workspaces:  # a table may have moved to pages that are still being copied
-            workspace.arrived()
-        lengths = torch.tensor([workspace.tokens for workspace in self.workspaces], device=self.device)
-        longest = max(workspace.tokens for workspace in self.workspaces)
-        self._aim(lengths, longest)
+    def forward(self, model: Any, ids: Sequence[Sequence[int]]) -> Tensor:
+        """Compute some tokens of each row; the logits [rows, vocabulary] after the last of each. If it fails, the rows'
+        states are lost."""
+        if any(workspace.coming for workspace in self.workspaces):  # or a table has moved to such pages
+            for number, layer in enumerate(self.cache.layers):
+                layer.pending = partial(self._arrive, number)
+        counts, device = [len(row) for row in ids], self.device
+        ends = [workspace.tokens + count for workspace, count in zip(self.workspaces, counts, strict=True)]
+        new, longest = max(counts), max(ends)
+        before = longest - new
         for layer in self._attention:
-            layer.cumulative_length = longest
-        padding = longest - lengths
-        mask = None
-        if bool(padding.any()):
-            mask = (torch.arange(longest + 1, device=self.device) >= padding[:, None]).long()
+            layer.cumulative_length = before
+        columns, starts = torch.arange(longest, device=device), longest - torch.tensor(ends, device=device)[:, None]
+        mask = (columns >= starts).long() if min(ends) < longest else None
+        valid = None
+        if min(counts) < new:  # a column of padding may be one of the row's past
+            valid = columns[:new] >= new - torch.tensor(counts, device=device)[:, None]
+        self._aim(columns - starts, counts, valid)
         output = compute(
             model,
             self.cache,
-            input_ids=torch.tensor(tokens, device=self.device)[:, None],
-            position_ids=lengths[:, None],
+            input_ids=torch.tensor([[*[0] * (new - len(row)), *row] for row in ids], device=device),
+            position_ids=(columns[before:] - starts).clamp(min=0),
             attention_mask=mask,
             logits_to_keep=1,
         )
-        for workspace in self.workspaces:
-            workspace.advance()
+        for workspace, count in zip(self.workspaces, counts, strict=True):
+            workspace.advance(count)
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _aim(self, lengths: Tensor, longest: int) -> None:
-        size = self.layout.page_tokens
+    def _aim(self, at: Tensor, counts: Sequence[int], valid: Tensor | None) -> None:
+        """`at` [rows, columns]: which token of its row each column has, below 0 in the padding."""
+        size, new = self.layout.page_tokens, max(counts)
         for pool in self.layout.pools:
             if pool.name not in self._gathers:
                 continue
-            name = pool.buffers[0].name
             if pool.lookback is None:
                 table = pad_sequence([workspace.tables[pool.name].index for workspace in self.workspaces], True)
-                at = torch.arange(longest + 1, device=self.device) - (longest - lengths)[:, None]
-                at.clamp_(min=0)  # in the padding: any token of the row, as the mask hides it
-                read = table.gather(1, at // size) * size + at % size
+                token = at.clamp(min=0)  # in the padding: any token of the row, as the mask hides it
+                read = table.gather(1, token // size) * size + token % size
             else:
-                past = min(self._past(name), longest)
+                name = pool.buffers[0].name
                 tapes = [workspace._tapes[name] for workspace in self.workspaces]
-                for workspace in self.workspaces:
-                    workspace.make_room(pool.name)
-                front = torch.tensor([tape.front for tape in tapes], device=self.device)
-                rooms = torch.arange(len(tapes), device=self.device) * len(tapes[0]._data)
-                at = torch.arange(past + 1, device=self.device) + (lengths - past)[:, None]
-                at.clamp_(min=0)
-                read = at + (rooms - front)[:, None]
-            self._gathers[pool.name].aim(read[:, -1], read)
+                for workspace, count in zip(self.workspaces, counts, strict=True):
+                    workspace.make_room(pool.name, count)
+                front = torch.tensor([tape.front for tape in tapes], device=self.device)[:, None]
+                rooms = torch.arange(len(tapes), device=self.device)[:, None] * len(tapes[0]._data)
+                width = new + min(self._past(name), at.shape[1] - new)
+                read = at[:, -width:].maximum(front) + (rooms - front)
+            self._gathers[pool.name].aim(read, valid, new)
 
     def _past(self, buffer: str) -> int:
         window = self.layout.layers[int(buffer.split(".")[1])].window
@@ -278,41 +302,78 @@ class Batch:
         return window - 1
 
 
+@dataclass(frozen=True)
+class Together:
+    """What a model computes together; nothing by default."""
+
+    answers: bool = False  # one token of each row
+    fresh: bool = False  # tails of any lengths that have no past
+    equal: bool = False  # tails of one length
+    any: bool = False  # all tails
+
+    def groups(self, shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Which tails (tokens before, tokens), by their numbers, are computed together; the others one by one."""
+        kinds: dict[object, list[int]] = {}
+        for row, (before, tokens) in enumerate(shapes):
+            if self.any or (self.fresh and not before):
+                kinds.setdefault("padded", []).append(row)
+            elif self.equal:
+                kinds.setdefault(tokens, []).append(row)
+        found: list[list[int]] = []
+        for rows in kinds.values():
+            group: list[int] = []
+            for row in sorted(rows, key=lambda row: -shapes[row][1]):
+                if group and shapes[group[0]][1] > TWICE * shapes[row][1]:
+                    found.append(group)
+                    group = []
+                group.append(row)
+            found.append(group)
+        return [group for group in found if len(group) > 1]
+
+
 # --- what a model's code can do
 
 # What a model raises that cannot do what is tried. All ranks try the same, and say afterwards how far they have come.
 CANNOT = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, FailedOnRank)
-_tried: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
+_tried: "weakref.WeakKeyDictionary[Any, Together]" = weakref.WeakKeyDictionary()
 
 
-def batches(model: Any, layout: StateLayout) -> bool:
-    """Whether a model computes sequences in a batch as it does each alone. It is tried once, on a few tokens."""
+def together(model: Any, layout: StateLayout) -> Together:
+    """What a model computes in a batch as it does each row alone. It is tried once, on a few tokens."""
     if model not in _tried:
-        _tried[model] = _try(model, layout)
-        log.debug("%s decodes %s", type(model).__name__, "in batches" if _tried[model] else "one by one")
+        answers = in_rows(layout) and _agrees(model, layout, ANSWERS, again=True)
+        tails = answers and all(plan.rate == 1 for plan in layout.layers)
+        _tried[model] = Together(answers, *(tails and _agrees(model, layout, rows) for rows in (FRESH, EQUAL, ANY)))
+        log.debug("%s computes together: %s", type(model).__name__, _tried[model])
     return _tried[model]
 
 
-def _try(model: Any, layout: StateLayout) -> bool:
-    if not in_rows(layout):
-        return False
-    tokens = model.get_input_embeddings().num_embeddings
-    prompts = [[(7 * at + length) % tokens for at in range(length)] for length in TRIED_LENGTHS]
+def _agrees(model: Any, layout: StateLayout, rows: Sequence[tuple[int, int]], again: bool = False) -> bool:
+    """Whether rows computed together have the logits of each alone, then and after one more token, which reads the
+    state that the first wrote: alone or, `again`, together too."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    prompts = [[(7 * at + before) % vocabulary for at in range(before)] for before, _ in rows]
+    ids = [[(5 * at + tokens) % vocabulary for at in range(tokens)] for _, tokens in rows]
+    more, most = [[1 % vocabulary]] * len(rows), max(tokens for _, tokens in rows) + 1
     try:
         make_batchable(model, layout.layers, layout.cache_class)
-        rows, alone = computed(model, layout, prompts, 2), computed(model, layout, prompts, 2)
-        batch = Batch(rows)
-        for token in (1 % tokens, 2 % tokens):  # the second reads the state that the first wrote
-            together = batch.forward(model, [token] * len(rows)).float()
-            ids = torch.tensor([[token]], device=model.device)
-            each = torch.stack([forward(model, workspace, ids) for workspace in alone]).float()
-            allowed = ROUNDING.get(model.dtype, 0.1) * float(each.abs().max())
-            if not torch.allclose(together, each, rtol=0, atol=allowed):
-                return False
+        in_batch, alone = (computed(model, layout, prompts, most) for _ in range(2))
+        batch = Batch(in_batch)
+        found = [batch.forward(model, ids), batch.forward(model, more) if again else _alone(model, in_batch, more)]
+        each = [_alone(model, alone, ids), _alone(model, alone, more)]
+        allowed = ROUNDING.get(model.dtype, 0.1)
+        return all(
+            torch.allclose(ours.float(), theirs.float(), rtol=0, atol=allowed * float(theirs.float().abs().max()))
+            for ours, theirs in zip(found, each, strict=True)
+        )
     except CANNOT as e:
-        log.debug("%s in a batch: %s", type(model).__name__, e)  # its code does not support it
+        log.debug("%s in a batch of %s: %s", type(model).__name__, rows, e)  # its code does not support it
         return False
-    return True
+
+
+def _alone(model: Any, workspaces: Sequence[PagedWorkspace], ids: Sequence[Sequence[int]]) -> Tensor:
+    chunks = (torch.tensor([[*row]], device=model.device) for row in ids)
+    return torch.stack([forward(model, *each) for each in zip(workspaces, chunks, strict=True)])
 
 
 def computed(model: Any, layout: StateLayout, prompts: Sequence[Sequence[int]], more: int) -> list[PagedWorkspace]:

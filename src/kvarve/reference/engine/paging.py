@@ -188,13 +188,18 @@ class PagedWorkspace(Workspace):
         return workspace
 
     @property
+    def coming(self) -> bool:
+        """Whether there may be pages, windows or states that no layer has used yet."""
+        return bool(self._arrivals or self._later or self._on_arrival)
+
+    @property
     def arriving(self) -> bool:
         """Whether a layer would wait for its pages now."""
         return any(not arrival.done for arrival in self._arrivals)
 
     def arrived(self) -> None:
         """Wait until all pages are here, and copy in the windows and states that no layer has used yet."""
-        if not (self._arrivals or self._later or self._on_arrival):  # as for nearly every token
+        if not self.coming:  # as for nearly every token
             return
         for layer in self.cache.layers:
             layer.arrive()
@@ -240,25 +245,29 @@ class PagedWorkspace(Workspace):
         """Whether there is a slot for every token before `stop`."""
         return all(stop <= len(table.slots) * table.page_tokens for table in self.tables.values())
 
-    def make_room(self, pool_name: str) -> None:
-        """Let a window take one more token."""
+    def make_room(self, pool_name: str, tokens: int) -> None:
+        """Let a window take some more tokens."""
         for buffer in self.layout.pool(pool_name).buffers:
             tape = self._tapes[buffer.name]
-            tape._reserve(tape.end + 1)
+            tape._reserve(tape.end + tokens)
 
     def own(self) -> None:
         self.arrived()
         super().own()
 
-    def advance(self) -> None:
-        """Count the token that a batch has written to every tape."""
-        self.computed(1)
+    def advance(self, tokens: int) -> None:
+        """Count the tokens that a batch has written to every tape."""
+        fresh = not self.tokens
+        self.computed(tokens)
         for tape in self._tapes.values():
             if tape.per_page == self.layout.page_tokens:  # of tokens: those of entries have counted themselves
-                tape.end += 1
+                tape.end += tokens
         for layer in self.cache.layers:
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length += 1
+            if fresh:
+                layer.resume_at(tokens)
+            elif hasattr(layer, "cumulative_length"):
+                layer.cumulative_length += tokens
+        self.arrived()
 
     def save(self, pool_name: str, positions: Sequence[int], arena: Mapping[str, Tensor], slots: Sequence[int]) -> None:
         """Copy windows and states out; chains are in the arena already."""

@@ -22,7 +22,7 @@ from kvarve.cache.scheduler import Prompt
 from kvarve.core.requests.lease import Lease
 from kvarve.errors import Broken
 from kvarve.pages.ticket import Ticket
-from kvarve.reference.engine.batch import Batch, batches, by_length, spare_tokens
+from kvarve.reference.engine.batch import Batch, Together, by_length, spare_tokens, together
 from kvarve.reference.engine.counts import EngineCounts
 from kvarve.reference.engine.inputs import Input, decode, encode
 from kvarve.reference.engine.job import Job, find_stop, held_back
@@ -31,7 +31,6 @@ from kvarve.reference.engine.paging import GROW_WAIT_S, PagedWorkspace, room_com
 from kvarve.reference.engine.request_scheduler import Scheduler, within
 from kvarve.reference.engine.requests import Finish, Likelihood, OutputChunk, Request, TokenUsage
 from kvarve.reference.engine.sampling import choose_all, likelihood
-from kvarve.reference.engine.tails import Tails, tails
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +54,7 @@ class Turns:
             cache.worker.transfers.layerwise = True  # of several ranks none knows which layers have come on the others
         self.counts = EngineCounts()
         self._turn_tokens = turn_tokens
-        self.batches = not deterministic and batches(model.model, model.layout)
-        self._tails = tails(model.model, model.layout) if self.batches else Tails()
+        self.together = Together() if deterministic else together(model.model, model.layout)
         self._spare = spare_tokens(model.model, model.layout)
         self._batches: dict[tuple[PagedWorkspace, ...], Batch] = {}  # of the last turn
         self.scheduler: Scheduler[Job] = Scheduler(
@@ -113,27 +111,16 @@ class Turns:
         before = self.counts.computed_tokens + self.counts.output_tokens
         self.scheduler.admit()
         answers = self._decodable()
-        groups = self._group([job for job in answers if self.batches and not job.alone])
-        grouped = {id(job) for group in groups for job in group}
-        alone = [job for job in answers if id(job) not in grouped]
-        for group in groups:
-            self._decode_batch(group)
-        for job in alone:
-            self._guarded(job, self._decode_one)
+        self._compute(answers, self._group([job for job in answers if self.together.answers and not job.alone]))
         prompts = [job for job in self.scheduler.running if job.prefilling and not self._is_short(job)]
         here = [job for job in prompts if job.workspace is None or not job.workspace.arriving]
         if answers or here:  # else there is nothing to compute while pages are copied but the layers that have come
             prompts = here
         left = self._turn_tokens - len(answers)
         pieces = [*within(left, [(job, self._chunk_end(job) - job.computed) for job in prompts])]
-        ends = [job for job in pieces if self._is_tail(job)]
-        together = [[ends[at] for at in group] for group in self._tails.groups([self._shape(job) for job in ends])]
-        grouped = {id(job) for group in together for job in group}
-        for job in pieces:
-            if id(job) not in grouped:
-                self._guarded(job, self._prefill_chunk)
-        for group in together:
-            self._prefill_tails(group)
+        tails = [job for job in pieces if self._is_tail(job)]
+        shapes = [(job.computed, self._chunk_end(job) - job.computed) for job in tails]
+        self._compute(pieces, [[tails[at] for at in group] for group in self.together.groups(shapes)])
         if computed := self.counts.computed_tokens + self.counts.output_tokens - before:
             self.counts.turn_tokens.observe(computed)
         return bool(answers or pieces)
@@ -179,7 +166,7 @@ class Turns:
         """A new lease for a request that waits again. The answer so far is prefilled like the prompt, except in an
         engine that computes rows alone: there it is replayed token by token, which gives the same bits."""
         request = job.request
-        if self.batches:
+        if self.together.answers:
             job.prefill_until = job.length
         job.leased_tokens = job.prefill_until
         prompt = job.packed
@@ -233,9 +220,6 @@ class Turns:
         """Whether its next chunk does not end at a line of the grid, so that none of it will be published."""
         return not job.alone and self._chunk_end(job) % self.model.layout.grid_tokens != 0
 
-    def _shape(self, job: Job) -> tuple[int, int]:
-        return job.computed, self._chunk_end(job) - job.computed
-
     def _is_short(self, job: Job) -> bool:
         """Whether its next chunk should wait a moment for evictions that free slots for its pages."""
         if not room_comes(self.cache, job.lease, self.model.layout, self._chunk_end(job)):
@@ -250,53 +234,6 @@ class Turns:
         if job.computed % self.model.layout.grid_tokens == 0:
             self.model.require_same()
             job.state.keep(self.cache, job.lease)
-
-    def _prefill_chunk(self, job: Job) -> None:
-        """Compute the next chunk, and keep the pages if it ends at a line of the grid."""
-        state, start, stop = job.state, job.computed, self._chunk_end(job)
-        ids = torch.tensor([job.sequence(start, stop)], device=state.device)
-        logits = forward(self.model.model, state, ids)
-        self._prefilled(job, stop - start)
-        self._keep(job)
-        if stop == job.length:
-            self._sample([job], logits[None])
-        else:
-            self._show(job, logits)
-
-    def _prefilled(self, job: Job, tokens: int) -> None:
-        self.counts.computed_tokens += tokens
-        self.scheduler.running.remove(job)
-        self.scheduler.running.append(job)
-
-    def _prefill_tails(self, jobs: list[Job]) -> None:
-        """Compute the tails of several prompts, of which nothing is published."""
-        ids = [job.sequence(job.computed, self._chunk_end(job)) for job in jobs]
-        try:
-            with bugs_as_broken():
-                logits = self._tails.forward(self.model.model, [job.state for job in jobs], ids)
-        except Broken:
-            raise
-        except Exception:  # to find the one at fault, each is computed alone
-            log.exception("the ends of %d prompts", len(jobs))
-            self._retry_alone(jobs)
-            return
-        for job, tokens in zip(jobs, ids, strict=True):
-            self._prefilled(job, len(tokens))
-        self._sample(jobs, logits)
-
-    def _retry_alone(self, jobs: list[Job]) -> None:
-        """A forward of several requests failed: compute each alone, from its cached pages, to find the one at fault."""
-        for job in sorted(jobs, key=lambda job: job.admitted_seq):
-            job.alone = True
-            self.scheduler.preempt(job)
-
-    def _decode_one(self, job: Job) -> None:
-        """Compute the last token of a request, and sample the next."""
-        at = job.computed
-        logits = forward(self.model.model, job.state, torch.tensor([job.sequence(at, at + 1)], device=job.state.device))
-        self._decoded(job)
-        if job.computed == job.length:  # else it replays its answer after a preemption
-            self._sample([job], logits[None])
 
     def _group(self, jobs: list[Job]) -> list[list[Job]]:
         """Requests that are decoded together; a job that is in no group is decoded alone."""
@@ -313,28 +250,55 @@ class Turns:
                 self._guarded(job, lambda job: job.state.own())
         return [group for group in groups if len(group) > 1]
 
-    def _decode_batch(self, jobs: list[Job]) -> None:
-        """Decode one token for each of several requests in one forward."""
-        states = tuple(job.state for job in jobs)
-        ids = [job.sequence(job.computed, job.computed + 1)[0] for job in jobs]
+    def _compute(self, jobs: list[Job], groups: list[list[Job]]) -> None:
+        """Compute the next chunk of each: of each of these groups in one forward, of the others alone."""
+        grouped = {id(job) for group in groups for job in group}
+        for group in groups:
+            self._compute_together(group)
+        for job in jobs:
+            if id(job) not in grouped:
+                self._guarded(job, self._compute_alone)
+
+    def _chunk(self, job: Job) -> list[int]:
+        """The next chunk: tokens of its prompt, or one of its answer."""
+        return job.sequence(job.computed, self._chunk_end(job) if job.prefilling else job.computed + 1)
+
+    def _compute_alone(self, job: Job) -> None:
+        ids, prefilling = self._chunk(job), job.prefilling
+        logits = forward(self.model.model, job.state, torch.tensor([ids], device=job.state.device))
+        self._computed(job, len(ids), prefilling)
+        self._sample([job], logits[None])
+
+    def _compute_together(self, jobs: list[Job]) -> None:
+        """Compute the next chunks of several requests in one forward: all of answers, or all tails of prompts."""
+        states, ids, prefilling = tuple(job.state for job in jobs), [*map(self._chunk, jobs)], jobs[0].prefilling
         try:
             with bugs_as_broken():
-                if states not in self._batches:
-                    self._batches[states] = Batch(states)
-                logits = self._batches[states].forward(self.model.model, ids)
+                batch = self._batches.get(states) or Batch(states)
+                if not prefilling:
+                    self._batches[states] = batch
+                logits = batch.forward(self.model.model, ids)
         except Broken:
             raise
-        except Exception:  # to find the one at fault, each is computed alone
-            log.exception("a batch of %d requests", len(jobs))
+        except Exception:  # to find the one at fault, each is computed alone, from its cached pages
+            log.exception("%s of %d requests", "the ends of prompts" if prefilling else "a batch", len(jobs))
             self._batches.pop(states, None)
-            self._retry_alone(jobs)
+            for job in sorted(jobs, key=lambda job: job.admitted_seq):
+                job.alone = True
+                self.scheduler.preempt(job)
             return
-        for job in jobs:
-            self._guarded(job, self._decoded)
-        ready = [row for row, job in enumerate(jobs) if job.workspace is not None and job.computed == job.length]
-        if ready:
-            rows = logits if len(ready) == len(jobs) else logits[torch.tensor(ready, device=logits.device)]
-            self._sample([jobs[row] for row in ready], rows)
+        for job, chunk in zip(jobs, ids, strict=True):
+            self._guarded(job, self._computed, len(chunk), prefilling)
+        self._sample(jobs, logits)
+
+    def _computed(self, job: Job, tokens: int, prefilling: bool) -> None:
+        if not prefilling:
+            self._decoded(job)
+            return
+        self.counts.computed_tokens += tokens
+        self.scheduler.running.remove(job)
+        self.scheduler.running.append(job)
+        self._keep(job)
 
     def _decoded(self, job: Job) -> None:
         state = job.state
@@ -350,10 +314,13 @@ class Turns:
             job.request.watch(job.computed, logits)
 
     def _sample(self, jobs: list[Job], logits: Tensor) -> None:
-        """Sample a token for each job from logits [jobs, vocabulary], and emit it."""
+        """From logits [jobs, vocabulary] sample a token for each job, and emit it; but not in the middle of a prompt,
+        nor while an answer is replayed after a preemption."""
         for job, row in zip(jobs, logits, strict=True):
             self._guarded(job, self._show, row)
-        rows = [row for row, job in enumerate(jobs) if job.workspace is not None]
+        rows = [row for row, job in enumerate(jobs) if job.workspace is not None and job.computed == job.length]
+        if not rows:
+            return
         if len(rows) < len(jobs):
             jobs, logits = [jobs[row] for row in rows], logits[torch.tensor(rows, device=logits.device)]
         try:

@@ -183,7 +183,7 @@ class Server:
 
     def _answers(self) -> str:
         settings, engine = self.settings, self.engine
-        how = "in batches and kept" if engine.batches else "one by one and kept"
+        how = "in batches and kept" if engine.together.answers else "one by one and kept"
         if settings.deterministic:
             how = "one by one and not kept, so that each depends on its prompt alone"
         room = engine.cache.scheduler.capacity_tokens()
