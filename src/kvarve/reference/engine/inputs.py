@@ -16,53 +16,36 @@ from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.pages.ticket import Ticket
 from kvarve.reference.engine.requests import Request, Sampling
 
+# Fields of `Request` that are JSON as they are; its listeners stay where they are.
+PLAIN = ("number", "salt", "priority", "read_cache", "hand_over_s", "submitted_unix_s", "sample_of")
+
 
 @dataclass(frozen=True)
 class Submitted:
-    """A request: what `Request` says of it, but for its listeners."""
+    """A request."""
 
-    number: int
     prompt: str  # token ids as 32-bit numbers, base64
     sampling: dict[str, Any]
-    salt: str
-    priority: int
-    read_cache: bool
-    hand_over_s: float | None
     ticket: dict[str, Any] | None
-    submitted_unix_s: float
-    sample_of: int | None
+    plain: dict[str, Any]
 
     @classmethod
     def of(cls, request: Request) -> "Submitted":
         return cls(
-            request.number,
             base64.b64encode(np.asarray(request.prompt, dtype="<u4").tobytes()).decode(),
             asdict(request.sampling),
-            request.salt,
-            request.priority,
-            request.read_cache,
-            request.hand_over_s,
             None if request.ticket is None else request.ticket.json(),
-            request.submitted_unix_s,
-            request.sample_of,
+            {name: getattr(request, name) for name in PLAIN},
         )
 
     def request(self) -> Request:
         """The request on another rank, where no one listens."""
-        lists = ("logit_bias", "stop", "stop_token_ids")
-        sampling = {name: _tuple(value) if name in lists else value for name, value in self.sampling.items()}
         return Request(
             np.frombuffer(base64.b64decode(self.prompt), dtype="<u4").astype(np.int64).tolist(),
-            Sampling(**sampling),
-            self.salt,
-            self.priority,
-            self.read_cache,
-            deliver=lambda _: None,
-            hand_over_s=self.hand_over_s,
+            Sampling(**{name: _tuple(value) for name, value in self.sampling.items()}),
             ticket=None if self.ticket is None else Ticket.of_json(self.ticket),
-            number=self.number,
-            submitted_unix_s=self.submitted_unix_s,
-            sample_of=self.sample_of,
+            deliver=lambda _: None,
+            **self.plain,
         )
 
 

@@ -275,6 +275,17 @@ class _Compressing(_OnTape):
         return before[0], before[1]
 
 
+def _arriving(name: str) -> Any:
+    """An attribute of a layer, whose pages arrive before it is read."""
+
+    def read(self: Layer) -> dict[int, Tensor]:
+        self.arrive()
+        found: dict[int, Tensor] = vars(self)[name]
+        return found
+
+    return property(read, lambda self, states: vars(self).__setitem__(name, states))
+
+
 class _Recurrent(Layer):
     """Linear attention and state spaces: one state for all tokens so far, overwritten by each."""
 
@@ -285,26 +296,8 @@ class _Recurrent(Layer):
     lazy_initialization: Callable[..., None]
 
     # Models read the states as attributes of the layer.
-
-    @property
-    def conv_states(self) -> dict[int, Tensor]:
-        self.arrive()
-        found: dict[int, Tensor] = self.__dict__["conv_states"]
-        return found
-
-    @conv_states.setter
-    def conv_states(self, states: dict[int, Tensor]) -> None:
-        self.__dict__["conv_states"] = states
-
-    @property
-    def recurrent_states(self) -> dict[int, Tensor]:
-        self.arrive()
-        found: dict[int, Tensor] = self.__dict__["recurrent_states"]
-        return found
-
-    @recurrent_states.setter
-    def recurrent_states(self, states: dict[int, Tensor]) -> None:
-        self.__dict__["recurrent_states"] = states
+    conv_states = _arriving("conv_states")
+    recurrent_states = _arriving("recurrent_states")
 
     @staticmethod
     def per_sequence(layer: Any) -> dict[str, Tensor]:

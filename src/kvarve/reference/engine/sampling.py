@@ -24,14 +24,6 @@ class Draw(NamedTuple):
     ends: Collection[int] = ()
 
 
-def choose(logits: Tensor, *asked: object) -> int:
-    """The next token from logits [vocabulary] by the fields of a `Draw`. ValueError if the logits are NaN."""
-    (token,) = choose_all(logits[None], [Draw(*asked)])  # type: ignore[arg-type]
-    if token is None:
-        raise ValueError("the logits are not numbers")
-    return token
-
-
 def choose_all(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     """The next token of each row of logits [rows, vocabulary]; None for a row whose probabilities are NaN.
 
@@ -178,7 +170,7 @@ def _weighed(
 
 
 def likelihood(logits: Tensor, token: int, alternatives: int, offset: int) -> Likelihood:
-    """How likely a token was by the model's own logits [vocabulary], before `choose` changes them."""
+    """How likely a token was by the model's own logits [vocabulary], before `choose_all` changes them."""
     logprobs = torch.log_softmax(logits.float(), -1)
     best = logprobs.topk(min(alternatives, len(logprobs)))
     top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
