@@ -33,10 +33,11 @@ from kvarve.reference.verify.serving import answers, rounded, together
 from kvarve.reference.verify.watched import Transcript, Uncached
 from kvarve.reports import check_file, is_stdout, write_json
 from kvarve.settings.commands import Verify
-from kvarve.storage import StorageUsage, open_storage
+from kvarve.storage import StorageUsage
+from kvarve.storage import open_storage as open_storage
 from kvarve.storage.urls import parse_url, shown
 from kvarve.system.orphans import temporary_folder
-from kvarve.transfer.compression import compressing
+from kvarve.transfer.compression import compressing as compressing
 
 LOG = logging.getLogger("kvarve")
 STEPS = {"exact": (*PATHS, together, answers, damages), "rounded": (rounded, damages)}  # by --hits
@@ -96,67 +97,48 @@ def _load(options: Verify, ranks: Ranks | None = None) -> LoadedModel:
     return load_model(options.model, device=options.device, ranks=ranks, **_shape(options))
 
 
-def _plan(options: Verify, model: LoadedModel) -> Plan:
-    return Plan.of(
-        page=options.page_tokens,
-        chunk=options.chunk_tokens,
-        reach=max((pool.lookback or 0) * options.page_tokens for pool in model.layout.pools),
-        vocabulary=model.model.get_input_embeddings().num_embeddings,
-        max_tokens=model.max_tokens,
-        tokens=options.tokens,
-        seed=options.seed,
-        quick=options.quick,
-    )
-
-
 def _prove_among(task: Task, console: Console) -> ProofReport:
     """The proof on several ranks, each with a part of the model and of every page."""
     options, sharding = task.options, Rounding(f"computed on {task.options.tp} ranks")
     model = _load(options)
-    plan = _plan(options, model)
+    plan = Plan.of(options, model)
     prompt = plan.prompt(plan.longest)
     whole = Uncached(model, plan.decode)(prompt)
     del model
-    with started(_follow, task, options.tp) as (place, listener):
-        ranks = _join(task, place, listener)
-        with ranks.ended():
-            report = _prove_here(task, ranks, console, lambda found: sharding.take(found, whole, plan.longest))
+    with started(_prove_on_rank, task, options.tp) as (place, listener):
+        report = _prove_on_rank(task, place, listener, console, lambda found: sharding.take(found, whole, plan.longest))
     sharding.tokens, report.sharding = plan.longest, sharding
     return report
 
 
-def _follow(task: Task, place: Place) -> None:
-    """Any rank but the first: it says nothing, and what it finds wrong stands in rank 0's report."""
+def _prove_on_rank(
+    task: Task,
+    place: Place,
+    listener: Listener | None = None,
+    console: Console | None = None,
+    see: Callable[[Transcript], None] = lambda _: None,
+) -> ProofReport:
+    """One rank's proof; `see` gets the answer to the longest prompt without a cache. Any rank but the first says
+    nothing, and what it finds wrong stands in rank 0's report."""
     quiet_libraries()
-    ranks = _join(task, place)
-    with ranks.ended():
-        _prove_here(task, ranks, Console(quiet=True))
-
-
-def _join(task: Task, place: Place, listener: Listener | None = None) -> Ranks:
     device = device_of(task.options.device, place)
     torch.set_num_threads(threads_of(place.ranks))
-    return Ranks(place, place.meet(f"verify {task}", listener), device)
-
-
-def _prove_here(
-    task: Task, ranks: Ranks, console: Console, see: Callable[[Transcript], None] = lambda _: None
-) -> ProofReport:
-    """One rank's proof; `see` gets the answer to the longest prompt without a cache."""
-    model = _load(task.options, ranks)
-    plan = _plan(task.options, model)
-    see(Uncached(model, plan.decode)(plan.prompt(plan.longest)))
-    report = prove(task, model, console, ranks)
-    for rank, lines in enumerate(ranks.of_all([*report.troubles()])):
-        if rank and lines and not ranks.rank:
-            report.paths.append(Path(f"rank {rank}", "what this rank found alone", troubles=lines))
+    ranks = Ranks(place, place.meet(f"verify {task}", listener), device)
+    with ranks.ended():
+        model = _load(task.options, ranks)
+        plan = Plan.of(task.options, model)
+        see(Uncached(model, plan.decode)(plan.prompt(plan.longest)))
+        report = prove(task, model, console or Console(quiet=True), ranks)
+        for rank, lines in enumerate(ranks.of_all([*report.troubles()])):
+            if rank and lines and not ranks.rank:
+                report.paths.append(Path(f"rank {rank}", "what this rank found alone", troubles=lines))
     return report
 
 
 def prove(task: Task, model: LoadedModel, console: Console, ranks: Ranks | None = None) -> ProofReport:
     """Run every path and every damage; with rounded hits their effect instead of the paths. ConfigError or StorageError
     for a storage or a size that cannot be used."""
-    plan, hits, storage = _plan(task.options, model), task.options.hits, task.options.storage
+    plan, hits, storage = Plan.of(task.options, model), task.options.hits, task.options.storage
     report = ProofReport(_about(model, plan, hits))
     if not plan.leaves_windows:
         report.notes.append(
@@ -167,10 +149,10 @@ def prove(task: Task, model: LoadedModel, console: Console, ranks: Ranks | None 
         console.print(line, highlight=False)
     with ExitStack() as undo:
         url = task.url
-        if storage is not None:
-            undo.callback(lambda: _clear(model, url, prover.written))
         tick, advance = undo.enter_context(_progress(console, len(STEPS[hits])))
         prover = Prover(model, plan, url, task.salt, report, tick, ranks)
+        if storage is not None:
+            undo.callback(prover.clear)
         try:
             check(model.identity, prover.config(), str(model.model.device))
         except ConfigError as e:
@@ -271,16 +253,6 @@ def _check_room(model: LoadedModel, plan: Plan, url: str, usage: StorageUsage) -
             f"{url}: {format_size(free)} are free, and the proof stores {format_size(need)}: give it more, "
             f"or fewer --tokens"
         )
-
-
-def _clear(model: LoadedModel, url: str, names: set[str]) -> None:
-    """Delete the proof's pages from the user's own storage."""
-    label, description = model.identity.fingerprint(), str(model.identity)
-    storage = open_storage(url, label=label, description=description, around=compressing)
-    try:
-        storage.delete(sorted(names))
-    finally:
-        storage.close()
 
 
 @contextmanager

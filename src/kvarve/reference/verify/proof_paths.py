@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 from kvarve.pages.pools import MEMORY_TIERS, PoolSpec, Tier
+from kvarve.reference.engine.requests import TokenUsage
 from kvarve.reference.verify.proof_plan import TURNS
 from kvarve.reference.verify.prover import Prover
-from kvarve.reference.verify.watched import WatchedEngine, differences
+from kvarve.reference.verify.watched import Answer, WatchedEngine, differences
 
 Have = dict[str, set[int]]  # positions by pool
 PagePosition = tuple[str, int]  # a page by its pool and position
@@ -43,7 +44,7 @@ def alone(prover: Prover) -> None:
                 )
                 prompt = prompt[: plan.chunk]
                 found, _ = prover.uncached.by_transformers(prompt)
-            prover.compare(prompt, found, prover.uncached(prompt), (0, 0, 0))
+            prover.check(Answer(prompt, found, TokenUsage.of(len(prompt), 0, None)))
 
 
 def tiers(prover: Prover) -> None:
@@ -72,11 +73,7 @@ def tiers(prover: Prover) -> None:
             again(engine, Tier.HOST, [Tier.DEVICE])
         with prover.path("storage", "device and host are emptied before each request"):
             again(engine, Tier.STORAGE, MEMORY_TIERS)
-    with (
-        prover.store() as store,
-        prover.engine(store) as engine,
-        prover.path("restart", "a new cache on the old storage"),
-    ):
+    with prover.proof("restart", "a new cache on the old storage") as (_, engine, _):
         again(engine, Tier.STORAGE)
         again(engine, Tier.DEVICE)
 
@@ -85,11 +82,8 @@ def mixed(prover: Prover) -> None:
     """A prompt whose beginning is on the device, more of it in the host, and the rest in storage."""
     plan, chunk, whole = prover.plan, prover.plan.chunk, prover.plan.whole
     prompt = plan.prompt(whole + 1)
-    with (
-        prover.store() as store,
-        prover.engine(store, snapshot_every=chunk) as engine,
-        prover.path("mixed", "one prompt from device, host and storage together") as row,
-    ):
+    says = "one prompt from device, host and storage together"
+    with prover.proof("mixed", says, snapshot_every=chunk) as (row, engine, _):
         prover.check(prover.run(engine, prompt, "mixed"), 0)
         engine.empty()
         if plan.chunks > 2:
@@ -107,11 +101,8 @@ def partial(prover: Prover) -> None:
     plan, layout = prover.plan, prover.model.layout
     prompt = plan.prompt(plan.whole + 1)
     pages, grid, limit = len(prompt) // plan.page, plan.chunk // plan.page, (len(prompt) - 1) // plan.page
-    with (
-        prover.store() as store,
-        prover.engine(store, snapshot_every=plan.chunk) as engine,
-        prover.path("partial", "storage has, or delivers, only some pages") as row,
-    ):
+    says = "storage has, or delivers, only some pages"
+    with prover.proof("partial", says, snapshot_every=plan.chunk) as (row, engine, store):
         prover.check(prover.run(engine, prompt, "partial"), 0)
         engine.written()
         keys = prover.prompt(engine, prompt, "partial")
@@ -123,28 +114,23 @@ def partial(prover: Prover) -> None:
             have = {pool.name: {at for name, at in present if name == pool.name} for pool in layout.pools}
             return deepest(layout.pools, have, grid, limit) * plan.page
 
-        def case(number: int, about: str, hidden: set[PagePosition], lost: set[PagePosition]) -> None:
+        def case(number: int, about: str, boundary: int, tier: Tier | None, **trouble: Iterable[str]) -> None:
             engine.empty()
-            gone = hidden | lost
-            boundary = reachable([page for page in stored if page not in gone])
             if number % prover.ranks == prover.rank:  # what one rank misses, none may resume from
-                store.hidden = frozenset(names[page] for page in hidden)
-                store.lost = frozenset(names[page] for page in lost)
-            prover.check(prover.run(engine, prompt, "partial"), boundary, Tier.STORAGE, about)
+                for what, some in trouble.items():
+                    setattr(store, what, frozenset(some))
+            prover.check(prover.run(engine, prompt, "partial"), boundary, tier, about)
             store.restore()
             engine.written()
 
         if reachable(stored) != plan.whole:
             row.troubles.append("not all pages that the prompt could resume from were stored")
-        for number, (about, hidden, lost) in enumerate(_cases(prover, stored, pages, grid)):
-            case(number, about, hidden, lost)
+        for number, (about, *gone) in enumerate(_cases(prover, stored, pages, grid)):
+            hidden, lost = ({names[page] for page in some} for some in gone)
+            boundary = reachable([page for page in stored if names[page] not in hidden | lost])
+            case(number, about, boundary, Tier.STORAGE, hidden=hidden, lost=lost)
         for number, call in enumerate(("exists", "get")):
-            engine.empty()
-            if number % prover.ranks == prover.rank:
-                store.broken = frozenset([call])
-            prover.check(prover.run(engine, prompt, "partial"), 0, None, f"storage fails in {call}")
-            store.restore()
-            engine.written()
+            case(number, f"storage fails in {call}", 0, None, broken=[call])
 
 
 def _cases(
@@ -175,11 +161,8 @@ def branches(prover: Prover) -> None:
     parts = [plan.whole - 1, plan.whole]
     if not plan.quick:
         parts += [plan.whole + 1, (plan.chunks - 1) * chunk + plan.page]
-    with (
-        prover.store() as store,
-        prover.engine(store) as engine,
-        prover.path("branches", "prompts that share a beginning, or only what comes after it"),
-    ):
+    says = "prompts that share a beginning, or only what comes after it"
+    with prover.proof("branches", says) as (_, engine, _):
         for number, common in enumerate(parts):
             for tail in range(3):
                 rest = plan.prompt(max(1, chunk // 2 - tail), 100 + 10 * number + tail)
@@ -203,7 +186,8 @@ def branches(prover: Prover) -> None:
 def conversation(prover: Prover) -> None:
     """Each turn's prompt contains the answer of the turn before."""
     plan, chunk = prover.plan, prover.plan.chunk
-    with prover.engine() as engine, prover.path("conversation", "the next turn's prompt holds the last one's answer"):
+    says = "the next turn's prompt holds the last one's answer"
+    with prover.proof("conversation", says, stored=False) as (_, engine, _):
         history, known = plan.prompt(max(1, plan.longest - chunk - plan.decode), 200), 0
         for turn in range(TURNS):
             answer = prover.check(prover.run(engine, history), known, Tier.DEVICE, f"turn {turn + 1}")
@@ -246,11 +230,8 @@ def abort(prover: Prover) -> None:
     """Aborted requests: after each chunk, before they begin, and while their pages are copied."""
     plan, chunk = prover.plan, prover.plan.chunk
     prompt = plan.prompt(plan.whole + 1)
-    with (
-        prover.store() as store,
-        prover.engine(store, snapshot_every=chunk) as engine,
-        prover.path("abort", "aborted in the middle, then asked again"),
-    ):
+    says = "aborted in the middle, then asked again"
+    with prover.proof("abort", says, snapshot_every=chunk) as (_, engine, _):
         for done in range(1, plan.chunks + 1):
             left = prover.run(engine, prompt, f"abort {done}", leaves=done * chunk)
             prover.check(left, 0, None, f"aborted after {done} chunks")
@@ -276,11 +257,8 @@ def interleaved(prover: Prover) -> None:
         prompt, salt, leaves = rng.choice(stems), rng.choice(["one", "two"]), rng.random() < 0.2
         ends = [*range(plan.chunk, len(prompt), plan.chunk), len(prompt)]
         questions.append(prover.question(prompt, salt, leaves=rng.choice([0, *ends]) if leaves else None))
-    with (
-        prover.store() as store,
-        prover.engine(store, 2 * plan.longest, 3 * plan.longest) as engine,
-        prover.path("interleaved", "many requests at once, some aborted") as row,
-    ):
+    device, host, says = 2 * plan.longest, 3 * plan.longest, "many requests at once, some aborted"
+    with prover.proof("interleaved", says, device=device, host=host) as (row, engine, _):
         for answer in engine.answers(questions, at_once, lambda: engine.evict([rng.choice(MEMORY_TIERS)])):
             prover.check(answer)
         if not sum(row.resumed.values()):

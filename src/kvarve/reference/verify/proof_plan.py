@@ -1,10 +1,12 @@
-"""The prover's prompts: lengths at, before and after every kind of boundary, random tokens. No tensors."""
+"""The prover's prompts: lengths at, before and after every kind of boundary, random tokens."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvarve.errors import ConfigError
+from kvarve.reference.engine.model import LoadedModel
+from kvarve.settings.commands import Verify
 
 TURNS = 3  # of a conversation
 
@@ -23,19 +25,11 @@ class Plan:
     quick: bool
 
     @classmethod
-    def of(
-        cls,
-        *,
-        page: int,
-        chunk: int,
-        reach: int,
-        vocabulary: int,
-        max_tokens: int,
-        tokens: int | None,
-        seed: int,
-        quick: bool,
-    ) -> "Plan":
-        """Prompts as long as the windows need, but at most `tokens`; ConfigError if none that short could hit."""
+    def of(cls, options: Verify, model: LoadedModel) -> "Plan":
+        """Prompts as long as the windows need, but at most --tokens; ConfigError if none that short could hit."""
+        page, chunk, tokens, quick = options.page_tokens, options.chunk_tokens, options.tokens, options.quick
+        max_tokens, vocabulary = model.max_tokens, model.model.get_input_embeddings().num_embeddings
+        reach = max((pool.lookback or 0) * page for pool in model.layout.pools)
         decode = 2 if quick else 4
         wanted = max(2, -(-reach // chunk) + 1) if quick else max(3, -(-reach // chunk) + 2)
         most = max_tokens if tokens is None else min(tokens, max_tokens)
@@ -47,7 +41,7 @@ class Plan:
                 f"{limit} is too little to prove anything: the shortest prompt that can hit has {chunk + 1} tokens, "
                 f"and the proof needs {least}: allow more, or choose smaller --chunk-tokens"
             )
-        return cls(page, chunk, chunks, decode, reach, vocabulary, seed, quick)
+        return cls(page, chunk, chunks, decode, reach, vocabulary, options.seed, quick)
 
     @property
     def longest(self) -> int:

@@ -23,7 +23,6 @@ from kvarve.reference.verify.report import TIERS, Path, ProofReport
 from kvarve.reference.verify.watched import (
     Answer,
     Question,
-    Transcript,
     Uncached,
     WatchedEngine,
     differences,
@@ -126,6 +125,11 @@ class Prover:
             self.written |= store.written
             store.close()
 
+    def clear(self) -> None:
+        """Delete the proof's pages from the storage."""
+        with self.store() as store:
+            store.delete(sorted(self.written))
+
     @contextmanager
     def engine(
         self,
@@ -151,6 +155,18 @@ class Prover:
         finally:
             if store is not None:
                 store.restore()
+
+    @contextmanager
+    def proof(
+        self, name: str, says: str, *, stored: bool = True, **settings: Any
+    ) -> Iterator[tuple[Path, WatchedEngine, AlteredStorage]]:
+        """A row of the report, with an engine and a storage of its own; without one unless `stored`."""
+        with (
+            self.path(name, says) as row,
+            self.store() as store,
+            self.engine(store if stored else None, **settings) as engine,
+        ):
+            yield row, engine, store
 
     # --- what is stored
 
@@ -196,44 +212,22 @@ class Prover:
             )
         return answer
 
-    def check(self, answer: Answer, resumed: int | None = None, tier: Tier | None = None, about: str = "") -> Answer:
+    def check(
+        self,
+        answer: Answer,
+        resumed: int | None = None,
+        tier: Tier | None = None,
+        about: str = "",
+        uncached: Uncached | None = None,
+    ) -> Answer:
         """Compare a request's logits with the uncached run; it has to resume after `resumed` tokens, from `tier`.
 
         A hit's pages that a resume does not read, as in a model of states alone, come from nowhere and count as the
         device's.
         """
-        tiers, prompt = answer.usage.tiers, answer.prompt
-        due = resumed
-        if resumed is not None and tier is not Tier.DEVICE:
-            due = self.model.layout.read_before(resumed)
-        right = self.compare(prompt, answer.found, self.uncached(prompt), tiers, resumed, about)
-        if right and tier is not None and tiers[tier] != due:
-            sources = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
-            self.row.troubles.append(
-                f"{named(prompt, about)} was to resume from the {tier.name.lower()}, and had {sources or 'nothing'}"
-            )
-        return answer
-
-    def count(self, prompt: Sequence[int], tiers: Sequence[int]) -> None:
-        """Count a finished request by the tokens of its prompt that each tier had."""
-        row = self.row
-        row.requests += 1
-        row.prompt_tokens += len(prompt)
-        for name, tokens in zip(TIERS, tiers, strict=True):
-            row.resumed[name] += tokens
-        self.tick(row)
-
-    def compare(
-        self,
-        prompt: Sequence[int],
-        found: Transcript,
-        expected: Transcript,
-        tiers: Sequence[int],
-        resumed: int | None = None,
-        about: str = "",
-    ) -> bool:
-        """Compare two transcripts and count the request; False if it did not resume where it has to."""
-        row, name, wrong = self.row, named(prompt, about), differences(found, expected)
+        row, prompt, found, tiers = self.row, answer.prompt, answer.found, answer.usage.tiers
+        name, expected = named(prompt, about), (uncached or self.uncached)(prompt)
+        wrong = differences(found, expected)
         row.compared += len(found.logits)
         row.differ += len(wrong)
         if wrong:
@@ -241,10 +235,25 @@ class Prover:
                 f"{name}, resumed after {sum(tiers)}: logits differ at {len(wrong)} of {len(found.logits)} "
                 f"positions, first after {wrong[0]} tokens, by {largest(found, expected, wrong):.3g} at most"
             )
-        if misses := resumed is not None and sum(tiers) != resumed:
+        due = resumed
+        if resumed is not None and tier is not Tier.DEVICE:
+            due = self.model.layout.read_before(resumed)
+        if resumed is not None and sum(tiers) != resumed:
             row.troubles.append(f"{name} resumed after {sum(tiers)} tokens instead of {resumed}")
-        self.count(prompt, tiers)
-        return not misses
+        elif tier is not None and tiers[tier] != due:
+            sources = ", ".join(f"{tokens} {name}" for name, tokens in zip(TIERS, tiers, strict=True) if tokens)
+            row.troubles.append(f"{name} was to resume from the {tier.name.lower()}, and had {sources or 'nothing'}")
+        self.count(answer)
+        return answer
+
+    def count(self, answer: Answer) -> None:
+        """Count a finished request by the tokens of its prompt that each tier had."""
+        row = self.row
+        row.requests += 1
+        row.prompt_tokens += len(answer.prompt)
+        for name, tokens in zip(TIERS, answer.usage.tiers, strict=True):
+            row.resumed[name] += tokens
+        self.tick(row)
 
 
 def named(prompt: Sequence[int], about: str = "") -> str:

@@ -27,35 +27,31 @@ def together(prover: Prover) -> None:
     leaving = Question(prompts[2], most, salt, leaves=len(prompts[2]) + 1)
     questions = [Question(prompt, most, salt) for prompt in prompts]
     little = plan.longest + most  # so little that a request is preempted
-    with (
-        prover.path("together", "the engine with --deterministic: many at once, one aborted"),
-        prover.engine(device=little) as engine,
-    ):
+    says = "the engine with --deterministic: many at once, one aborted"
+    with prover.proof("together", says, stored=False, device=little) as (_, engine, _):
         for answer in engine.answers([*questions[:2], leaving, *questions[3:]]):
-            prover.compare(answer.prompt, answer.found, uncached(answer.prompt), answer.usage.tiers)
+            prover.check(answer, uncached=uncached)
         # The first request computes the shared prefix for the others, so hits are certain only the second time.
         for answer in engine.answers(questions):
-            known = plan.full(len(answer.prompt))
-            prover.compare(answer.prompt, answer.found, uncached(answer.prompt), answer.usage.tiers, known)
+            prover.check(answer, plan.full(len(answer.prompt)), uncached=uncached)
+
+        def then(prompt: list[int], resumes: int | None, about: str) -> None:
+            (answer,) = engine.answers([Question(prompt, plan.decode, salt)])
+            prover.check(answer, resumes, None, about)
+
         known = len(crossing) // plan.chunk * plan.chunk  # of the prompt alone
-        further: list[tuple[list[int], int | None, str]] = [
-            ([*crossing, *uncached(crossing).tokens], known, "the next turn")
-        ]
+        then([*crossing, *uncached(crossing).tokens], known, "the next turn")
         # Pages that the first computes in a whole chunk are not shared with the second, which has half of that chunk.
         for tokens in (plan.whole + 1, plan.whole - plan.chunk // 2 + 1):
-            further.append((plan.prompt(tokens, 506), None, "half of another's chunk"))
-        for prompt, resumes, about in further:
-            (answer,) = engine.answers([Question(prompt, plan.decode, salt)])
-            prover.compare(prompt, answer.found, prover.uncached(prompt), answer.usage.tiers, resumes, about)
+            then(plan.prompt(tokens, 506), None, "half of another's chunk")
 
 
 def answers(prover: Prover) -> None:
     """Conversations at once that resume from decoded pages: how much their logits differ from prefill."""
     found, said = Rounding("kept of answers"), list[Answer]()
-    with (
-        prover.path("answers", "the engine by default: the next turn resumes from pages that the last answer decoded"),
-        prover.engine(model=keeping_answers(prover.model), deterministic=False) as engine,
-    ):
+    says = "the engine by default: the next turn resumes from pages that the last answer decoded"
+    model = keeping_answers(prover.model)
+    with prover.proof("answers", says, stored=False, model=model, deterministic=False) as (_, engine, _):
         found.tokens = _second_turns(prover, engine, said)
         _measure(prover, said, found)
 
@@ -77,11 +73,11 @@ def _second_turns(prover: Prover, engine: WatchedEngine, answers: list[Answer]) 
     turns = []
     first = engine.answers([Question(prompt, plan.whole + 1 - len(prompt), salt) for prompt in prompts])
     for number, said in enumerate(first):
-        prover.count(said.prompt, said.usage.tiers)
+        prover.count(said)
         tail = plan.prompt(plan.longest - plan.whole - 1, 610 + number)
         turns.append(Question([*said.prompt, *said.found.tokens, *tail], 1, salt))
     for second in engine.answers(turns):
-        prover.count(second.prompt, second.usage.tiers)
+        prover.count(second)
         if second.usage.cached != plan.whole:
             prover.row.troubles.append(
                 f"the second turn resumed after {second.usage.cached} tokens instead of {plan.whole}: the pages that "
@@ -102,14 +98,11 @@ def rounded(prover: Prover) -> None:
     asked: list[tuple[list[int], int | None]] = [(prompt, 0) for prompt in prompts]
     asked += [(prompt, (len(prompt) - 1) // plan.page * plan.page) for prompt in prompts]
     asked += [(first, 0), (leaving[0], None), (leaving[1], later // plan.page * plan.page)]
-    with (
-        prover.path("rounded", "the engine with --hits rounded: prompts resume at every page, and behind answers"),
-        prover.engine(model=model, deterministic=False) as engine,
-    ):
-        row = prover.row
+    says = "the engine with --hits rounded: prompts resume at every page, and behind answers"
+    with prover.proof("rounded", says, stored=False, model=model, deterministic=False) as (row, engine, _):
         for prompt, resumes in asked:
             (answer,) = engine.answers([Question(prompt, plan.decode, prover.salt)])
-            prover.count(prompt, answer.usage.tiers)
+            prover.count(answer)
             if resumes is not None and answer.usage.cached != resumes:
                 row.troubles.append(
                     f"a prompt of {len(prompt)} tokens resumed after {answer.usage.cached}, not {resumes}"
