@@ -18,6 +18,7 @@ import kvarve.cache.worker
 import kvarve.pages.keys
 import kvarve.reference.verify.damage
 import kvarve.reference.verify.prover
+import kvarve.reference.verify.watched
 from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cli.main import main
 from kvarve.core.cache import Core
@@ -132,7 +133,9 @@ def a_hit_is_the_least_of_the_pools_lengths(patch: pytest.MonkeyPatch) -> None:
         return 1 << min(map(boundaries.deepest, each))
 
     patch.setattr(boundaries, "resume_at", resume_at)
-    patch.setattr(kvarve.reference.verify.prover, "STORAGE_S", 1.0)  # it waits for pages that no tier has
+    # It waits for pages that no tier has, again and again.
+    patch.setattr(kvarve.reference.verify.prover, "STORAGE_S", 1.0)
+    patch.setattr(kvarve.reference.verify.watched, "ANSWER_S", 20.0)
 
 
 def all_salts_share_pages(patch: pytest.MonkeyPatch) -> None:
