@@ -14,7 +14,7 @@ import pytest
 
 from kvarve.cli.main import main
 from kvarve.errors import KvarveError
-from kvarve.reference.demo import demo_vllm, vllm_process
+from kvarve.reference.demo import demo_report, demo_vllm, vllm_process
 
 PAGE = 384
 
@@ -84,7 +84,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     told = Told()
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        demo_vllm.importlib.util, "find_spec", lambda name: found(name) if name != "matplotlib" else None
+        demo_report.importlib.util, "find_spec", lambda name: found(name) if name != "matplotlib" else None
     )
     monkeypatch.setattr(demo_vllm, "python_with_vllm", lambda given: Path(sys.executable))
     monkeypatch.setattr(demo_vllm, "EngineProcess", lambda python, settings, log: Engine(told, settings))

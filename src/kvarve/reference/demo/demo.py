@@ -22,10 +22,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvarve.errors import KvarveError
-from kvarve.reference.demo.demo_report import FOLLOW_UPS, Answer, Round, bars, chart, equal, sections, table
+from kvarve.reference.demo.demo_report import FOLLOW_UPS, Answer, Round, bars, finish, sections
 from kvarve.reference.engine.recall import RecallTask, recall_task, score
 from kvarve.reference.server.server_process import empty_log, served
-from kvarve.reports import write_json
 from kvarve.settings.commands import Demo
 
 ROUNDS = ("cold", "device", "host", "storage")
@@ -229,24 +228,10 @@ def main(options: Demo) -> int:
             client.chat([{"role": "user", "content": "hello"}], 2, read_cache=False)
             work(rounds[3], client)
             limits = bound(client.metrics(), rounds)
-    rows = [result.row() for result in rounds]
-    report = {
-        "model": options.model,
-        "tp": options.tp,
-        "rounds": rows,
-        "outputs_equal": equal(rows),
-        "bound": limits,
-    }
-    write_json(out / "demo.json", report)
-    chart(report, out / "demo.png")
-    console.print(table(rows))
-    console.print(
+    report = {"model": options.model, "tp": options.tp, "rounds": [each.row() for each in rounds], "bound": limits}
+    said = (
         f"A warm request brings back {limits['bytes_per_request'] / 1e6:.2f} MB; copying them once at this machine's "
         f"{limits['memcpy_gb_s']:.1f} GB/s takes {limits['copy_only_ttft_ms']:.2f} ms "
         f"({limits['copy_only_ttft_over_cold']:.4f} of cold). The rest of a warm TTFT is the prompt's own last chunk."
     )
-    console.print(f"Written: {out / 'demo.json'}, {out / 'demo.png'}", markup=False)
-    if not report["outputs_equal"]:
-        console.print("[bold red]The answers differ between rounds: this is a bug in kvarve.[/bold red]")
-        return 1
-    return 0
+    return finish(console, out / "demo.json", report, [said], "The answers differ between rounds")

@@ -1,6 +1,7 @@
 """What both demos show: rounds side by side, their progress, and a picture of them."""
 
 import hashlib
+import importlib.util
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from kvarve.reference.engine.recall import CHARS_PER_TOKEN
-from kvarve.reports import plain_table
+from kvarve.reports import plain_table, write_json
 
 TIERS = ("device", "host", "storage")
 FOLLOW_UPS = (
@@ -170,6 +171,22 @@ def chart(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def equal(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether all rounds gave the same answers."""
-    return len({row["outputs_sha256"] for row in rows}) == 1
+def finish(console: Console, path: Path, report: dict[str, Any], said: Sequence[str], differ: str) -> int:
+    """Write the report to `path` and a picture beside it, and show it with what else is to be said; 1 if the rounds did
+    not give the same answers, which `differ` tells, 0 if they did."""
+    report["outputs_equal"] = len({row["outputs_sha256"] for row in report["rounds"]}) == 1
+    write_json(path, report)
+    written = [path]
+    if importlib.util.find_spec("matplotlib"):
+        written.append(path.with_suffix(".png"))
+        chart(report, written[-1])
+    console.print(table(report["rounds"]))
+    for line in said:
+        console.print(line)
+    if len(written) == 1:
+        console.print("There is no picture: matplotlib is not installed.")
+    console.print(f"Written: {', '.join(map(str, written))}", markup=False, soft_wrap=True)
+    if report["outputs_equal"]:
+        return 0
+    console.print(f"[bold red]{differ}: this is a bug in kvarve.[/bold red]")
+    return 1

@@ -6,7 +6,6 @@ Engines run in processes of their own (`demo/vllm_engine.py`). The model is made
 about what is kept, not what is said.
 """
 
-import importlib.util
 import json
 import shutil
 import tempfile
@@ -26,14 +25,11 @@ from kvarve.reference.demo.demo_report import (
     Answer,
     Round,
     bars,
-    chart,
-    equal,
+    finish,
     sections,
-    table,
 )
 from kvarve.reference.demo.vllm_process import EngineProcess, python_with_vllm
 from kvarve.reference.server.server_process import empty_log
-from kvarve.reports import write_json
 from kvarve.settings.commands import Demo
 
 ALONE = "vLLM alone"
@@ -196,33 +192,21 @@ def main(options: Demo) -> int:
                 before = play(first, "cold", "device", "host")
             with engine(kvarve) as second:
                 after = play(second, "storage")
-    rows = [result.row() for result in rounds]
     counts = {name: int(before["counts"][name] + after["counts"][name]) for name in before["counts"]}
     report = {
         "model": f"vLLM {before['vllm']}, {parameters / 1e6:.1f}M random parameters",
         "page_tokens": before["page"],
-        "rounds": rows,
+        "rounds": [result.row() for result in rounds],
         "pages": counts,
-        "outputs_equal": equal(rows),
     }
-    write_json(out / "demo-vllm.json", report)
-    written = [out / "demo-vllm.json"]
-    if importlib.util.find_spec("matplotlib"):
-        written.append(out / "demo-vllm.png")
-        chart(report, written[-1])
-    console.print(table(rows))
-    console.print(
+    said = (
         f"kvarve saved {counts['backed_up']} pages in host memory and {counts['stored']} in storage, found "
         f"{counts['fetched']} in storage again and loaded {counts['loaded']} into vLLM's blocks; "
         f"{counts['bad_host'] + counts['bad_storage']} failed their check. A page is what one of the model's "
-        f"{before['groups']} cache groups keeps of {before['page']} tokens."
+        f"{before['groups']} cache groups keeps of {before['page']} tokens.",
+        "There is no accuracy, since the weights are random: tokens and their logprobs are compared.",
     )
-    console.print("There is no accuracy, since the weights are random: tokens and their logprobs are compared.")
-    if report["outputs_equal"]:
+    code = finish(console, out / "demo-vllm.json", report, said, "They differ from those of vLLM alone")
+    if not code:
         console.print("[bold green]In every round they are those of vLLM alone, bit for bit.[/bold green]")
-    else:
-        console.print("[bold red]They differ from those of vLLM alone: this is a bug in kvarve.[/bold red]")
-    if len(written) == 1:
-        console.print("There is no picture: matplotlib is not installed.")
-    console.print(f"Written: {', '.join(map(str, written))}", markup=False, soft_wrap=True)
-    return 0 if report["outputs_equal"] else 1
+    return code
