@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvarve.reference.engine.layers import Layer, LayerPlan, new_cache
+from kvarve.reference.engine.layers import Layer, new_cache
 from kvarve.reference.engine.model import forward
 from kvarve.reference.engine.paging import PagedTape, PagedWorkspace, RollingTape
 from kvarve.reference.engine.shards import FailedOnRank
@@ -175,22 +175,12 @@ COLUMNS = frozenset({"keys", "values", "indexer_keys"})  # buffers of tokens tha
 
 def in_rows(layout: StateLayout) -> bool:
     """Whether each layer and each of its buffers is known here, so that it is worth trying."""
-    return all(_in_rows(plan) is not None for plan in layout.layers) and all(
+    return all(type(plan.fresh).__name__ in IN_ROWS for plan in layout.layers) and all(
         buffer.shape[0] < layout.page_tokens or buffer.name.split(".", 2)[2] in COLUMNS
         for pool in layout.pools
         if not pool.in_place
         for buffer in pool.buffers
     )
-
-
-def _in_rows(plan: LayerPlan) -> type[Layer] | None:
-    return IN_ROWS.get(type(plan.fresh).__name__)
-
-
-def _build(plan: LayerPlan) -> Any:
-    mixin = _in_rows(plan)
-    assert mixin is not None
-    return replace(plan, mixin=mixin).build()
 
 
 class Batch:
@@ -200,7 +190,7 @@ class Batch:
         self.workspaces = tuple(workspaces)
         first = workspaces[0]
         self.layout, self.device = first.layout, first.device
-        layers = [_build(plan) for plan in self.layout.layers]
+        layers = [replace(plan, mixin=IN_ROWS[type(plan.fresh).__name__]).build() for plan in self.layout.layers]
         self.cache = new_cache(self.layout.cache_class, layers)
         self._attention = [layer for layer in layers if isinstance(layer, _InRows)]
         for layer in self._attention:
@@ -286,20 +276,17 @@ class Batch:
                 token = at.clamp(min=0)  # in the padding: any token of the row, as the mask hides it
                 read = table.gather(1, token // size) * size + token % size
             else:
-                name = pool.buffers[0].name
-                tapes = [workspace._tapes[name] for workspace in self.workspaces]
+                first = pool.buffers[0]
+                tapes = [workspace._tapes[first.name] for workspace in self.workspaces]
                 for workspace, count in zip(self.workspaces, counts, strict=True):
                     workspace.make_room(pool.name, count)
                 front = torch.tensor([tape.front for tape in tapes], device=self.device)[:, None]
                 rooms = torch.arange(len(tapes), device=self.device)[:, None] * len(tapes[0]._data)
-                width = new + min(self._past(name), at.shape[1] - new)
+                window = self.layout.layers[first.layer].window
+                assert window is not None
+                width = min(new + window - 1, at.shape[1])
                 read = at[:, -width:].maximum(front) + (rooms - front)
             self._gathers[pool.name].aim(read, valid, new)
-
-    def _past(self, buffer: str) -> int:
-        window = self.layout.layers[int(buffer.split(".")[1])].window
-        assert window is not None
-        return window - 1
 
 
 @dataclass(frozen=True)
