@@ -269,9 +269,7 @@ class Scheduler(Generic[Each]):
         if not task.lease.ready:
             return
         if not self._take_slots(task):
-            again = task.stalled_s is not None
-            task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
-            patient = self._clock() - task.stalled_s < STALL_S
+            again, patient = task.stalled_s is not None, self._is_patient(task)
             if patient and self._memory.making_room():
                 return
             if self.running:
@@ -292,16 +290,17 @@ class Scheduler(Generic[Each]):
             return
         self.loading.remove(task)
         self.running.append(task)
-        task.reserved_pages, task.stalled_s, task.rejected_at, task.retried_at = (
-            self._pages(task.length),
-            None,
-            None,
-            None,
-        )
+        task.reserved_pages = self._pages(task.length)
+        task.stalled_s = task.rejected_at = task.retried_at = None
         if task.admitted_seq == NEVER:
             self._admitted += 1
             task.admitted_seq = self._admitted
         self._begin(task)
+
+    def _is_patient(self, task: Each) -> bool:
+        """Whether a request waits on for slots that should be free; it waits from the first such question on."""
+        task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
+        return self._clock() - task.stalled_s < STALL_S
 
     def _take_slots(self, task: Each) -> bool:
         pages = self._pages(task.length)
@@ -324,11 +323,10 @@ class Scheduler(Generic[Each]):
         if first.lease.holds:  # what came from storage for it may hold what it needs itself
             self._wait_again(first)
             return True
-        first.stalled_s = self._clock() if first.stalled_s is None else first.stalled_s
-        stalled = self._clock() - first.stalled_s >= STALL_S
-        if stalled:
-            self._fail(first, STALLED)
-        return stalled
+        if self._is_patient(first):
+            return False
+        self._fail(first, STALLED)
+        return True
 
     def _release_others(self, task: Each) -> bool:
         """Release the slots of other waiting requests; whether there were any. An admitted request loses none to one
@@ -425,8 +423,7 @@ class Scheduler(Generic[Each]):
             if self._cache.reserve(task.lease, upto):
                 task.reserved_pages, task.stalled_s = upto, None
                 break
-            task.stalled_s = self._clock() if task.stalled_s is None else task.stalled_s
-            patient = self._clock() - task.stalled_s < STALL_S
+            patient = self._is_patient(task)
             if patient and self._memory.making_room():
                 return False
             holders = [*reversed(self.loading), *self.running]
