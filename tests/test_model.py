@@ -98,17 +98,25 @@ def test_a_fingerprint_does_not_depend_on_the_process_that_made_it() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        *((lambda shape=shape: BufferSpec("keys", shape, "float16"), "no elements") for shape in ((), (0,), (4, -1))),
+        *((lambda shape=shape: BufferSpec("k", shape, "float16"), "each at least 1") for shape in ((), (0,), (4, -1))),
         *((lambda dtype=dtype: BufferSpec("keys", (4,), dtype), "bfloat16") for dtype in ("", "half", "Float32")),
         *((lambda lookback=lookback: PoolSpec("kv", (BUFFER,), lookback), "lookback") for lookback in (0, -1)),
-        (lambda: PoolSpec("kv", (), None), "at least one buffer"),
+        (lambda: PoolSpec("kv", (), None), "buffers must be at least one"),
         (lambda: replace(MODEL, page_tokens=0), "at least 1"),
         (lambda: replace(MODEL, chunk_tokens=0), "at least 1"),
         (lambda: replace(MODEL, chunk_tokens=100), "divides 100"),
         (lambda: replace(MODEL, page_tokens=128, chunk_tokens=64), "divides 64"),
         (lambda: replace(MODEL, pools=()), "name of its own"),
         (lambda: replace(MODEL, pools=(KV, STATE, replace(STATE, name="kv"))), "name of its own"),
-        (lambda: replace(MODEL, ranks=0), "ranks"),
+        (lambda: replace(MODEL, ranks=0), "ranks must be at least 1, got 0"),
+        # Wrong types, which would be errors far away.
+        (lambda: BufferSpec("k", [4], "float16"), r"shape must be of type tuple\[int, ...\], got \[4\]"),
+        (lambda: BufferSpec("k", (4.0,), "float16"), "shape must be of type"),
+        (lambda: BufferSpec("k", (4,), b"int8"), "dtype must be of type str, got b'int8'"),
+        (lambda: PoolSpec("kv", [BUFFER], None), "buffers must be of type"),
+        (lambda: PoolSpec("kv", (BUFFER,), 1.0), r"lookback must be of type int \| None, got 1.0"),
+        (lambda: replace(MODEL, page_tokens="64"), "page_tokens must be of type int, got '64'"),
+        (lambda: replace(MODEL, pools=[KV]), "pools must be of type"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(make: Callable[[], object], says: str) -> None:

@@ -130,7 +130,7 @@ def test_every_setting_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> No
         ("verify_host = 'maybe'", "verify_host must be true or false"),
         ("deterministic = 'true'", "deterministic must be true or false, without quotes"),
         ("page_tokens = '16'\npage_tokns = 2", "page_tokens must be a whole number"),
-        ("write_policy = 'later'", "unknown write policy 'later'"),
+        ("write_policy = 'later'", "write_policy must be one of write_through"),
         ("port = ", "not TOML"),
         ("\x00", "not TOML"),
         ("#" * (FILE_BYTES + 1), "at most 64 KiB"),

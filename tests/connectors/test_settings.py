@@ -61,7 +61,7 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
                 ({"write_policy": 1}, "'write_policy' is 1; it has to be a text"),
                 ({"selective_uses": True}, ".* it has to be a whole number"),
                 ({"prefetch_base_s": "2"}, ".* it has to be a number"),
-                ({"write_policy": "now"}, "unknown write policy 'now'"),
+                ({"write_policy": "now"}, "write_policy must be one of write_through, .*, got 'now'"),
                 ({"snapshot_gap": 3}, "unknown setting 'snapshot_gap'"),
             )
         ),

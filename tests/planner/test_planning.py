@@ -64,7 +64,7 @@ def test_a_point_of_a_sweep_is_a_replay_with_that_memory(tmp_path: Path) -> None
         (("--sweep", "nowhere/curve.png"), "--sweep: nowhere/curve.png: not a file that can be written"),
         (("--device-memory", "1GiB", "--model", "nowhere"), "nowhere"),
         (("--device-memory", "1GiB", "--dtype", "bfloat16"), "dtype is for a model"),
-        (("--device-memory", "1GiB", "--eviction", "belady"), "unknown eviction order 'belady'; known: lru"),
+        (("--device-memory", "1GiB", "--eviction", "belady"), "eviction must be one of lru, lfu"),
         (("--device-memory", "1GiB", "--replicas", "two"), "--replicas: 'two' is not a whole number"),
         (("--device-memory", "1GiB", "--limit", "0"), "--limit"),
         (("--device-memory", "plenty"), "'plenty' is not a size"),

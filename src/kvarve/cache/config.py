@@ -8,6 +8,7 @@ from kvarve.core.policies import Policies
 from kvarve.core.slots.extents import Cut, cut
 from kvarve.errors import ConfigError
 from kvarve.memory.record import BLOCK_BYTES, record_bytes
+from kvarve.pages.field_checks import SizeField, require_types
 from kvarve.pages.pools import PoolSpec
 from kvarve.pages.sizes import format_size, parse_size
 
@@ -18,19 +19,21 @@ NO_HOST = "storage needs host memory, through which its pages travel: give host 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The settings of one cache. Sizes in bytes; ConfigError for values that cannot work.
+    """The settings of one cache. ConfigError for values that cannot work.
 
-    `storage`: a URL, or several for tiers, the near and fast one first. `storage_key`: a file; pages in storage that
-    were not sealed with its bytes are misses (`memory.seals`).
+    `device_memory` and `host_memory`: sizes, as "256MiB" or in bytes. `storage`: a URL such as
+    "file:///var/kvarve?capacity=100GiB", or a tuple of them for tiers, the near and fast one first; it needs host
+    memory. `storage_key`: a file; pages in storage that were not sealed with its bytes are misses.
     """
 
-    device_memory: int
-    host_memory: int = 0
+    device_memory: SizeField = SizeField()
+    host_memory: SizeField = SizeField(0)
     storage: str | tuple[str, ...] | None = field(default=None, repr=False)  # it may hold a password
     policies: Policies = Policies()
     storage_key: str | None = None
 
     def __post_init__(self) -> None:
+        require_types(self)
         if self.storage and not self.host_memory:
             raise ConfigError(NO_HOST)
 

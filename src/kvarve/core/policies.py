@@ -3,14 +3,16 @@
 `Policies` holds them all and checks them; the core, the worker, the simulator and the command line take it whole.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import inf
+from typing import Any
 
 from kvarve.core.requests.snapshots import Snapshots
 from kvarve.core.slots.orders import ORDERS
-from kvarve.errors import ConfigError
+from kvarve.pages.field_checks import require, require_types
 
 
 class WritePolicy(Enum):
@@ -34,16 +36,46 @@ class Patience:
     per_ki_token_s: float = 0.0
     each: bool = False
 
-    def __post_init__(self) -> None:
-        if not (self.base_s >= 0 and self.per_ki_token_s >= 0):
-            raise ConfigError("the patience of a prefetch cannot be negative")
-
     def seconds(self, tokens: int) -> float:
         return self.base_s + self.per_ki_token_s * tokens / 1024
 
 
 BEST_EFFORT = Patience(0.0)
 WAIT_COMPLETE = Patience(inf, each=True)
+_PATIENCE = {"best_effort": BEST_EFFORT, "wait_complete": WAIT_COMPLETE}  # of "timeout" two settings say it
+
+_Limit = tuple[str, Callable[[Any], bool]]  # in words, and whether a value keeps it
+
+
+def _one_of(*known: str) -> _Limit:
+    return f"one of {', '.join(known)}", lambda value: value in known
+
+
+def _at_least(least: int) -> _Limit:
+    return f"at least {least}", lambda value: value >= least
+
+
+_SHARE: _Limit = "above 0 and at most 1", lambda value: 0 < value <= 1
+_FINITE: _Limit = "at least 0 and finite", lambda value: 0 <= value < inf
+# What the values of `Policies` have to keep, beside their types.
+_LIMITS: dict[str, _Limit] = {
+    "write_policy": _one_of(*(policy.value for policy in WritePolicy)),
+    "selective_uses": _at_least(1),
+    "prefetch_policy": _one_of(*_PATIENCE, "timeout"),
+    "prefetch_base_s": _at_least(0),
+    "prefetch_per_ki_token_s": _FINITE,  # a wait needs an end
+    "storage_deadline_s": ("above 0 and finite", lambda value: 0 < value < inf),
+    "snapshot_every": _at_least(0),
+    "snapshot_gap": _at_least(0),
+    "states": _at_least(0),
+    "eviction": _one_of(*ORDERS),
+    "load_at_least": _at_least(0),
+    "fetch_at_least": _at_least(0),
+    "salt_share": _SHARE,
+    "host_share": _SHARE,
+    "offload_pays_at": _FINITE,
+    "hash_sample": ("from 0 to 1", lambda value: 0 <= value <= 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,36 +124,9 @@ class Policies:
     """of all pages, the share whose bytes are compared before and after each copy; an altered one is dropped"""
 
     def __post_init__(self) -> None:
-        if self.write_policy not in (known := [policy.value for policy in WritePolicy]):
-            raise ConfigError(f"unknown write policy {self.write_policy!r}; known: {', '.join(known)}")
-        if self.selective_uses < 1:
-            raise ConfigError(f"selective uses must be at least 1, not {self.selective_uses}")
-        if not 0 < self.storage_deadline_s < inf:
-            raise ConfigError(
-                f"the storage deadline must be above zero seconds and finite, not {self.storage_deadline_s}"
-            )
-        if self.prefetch_per_ki_token_s == inf:
-            raise ConfigError("a wait needs an end: give a finite number of seconds per 1,024 tokens")
-        self.patience()
-        if self.eviction not in ORDERS:
-            raise ConfigError(f"unknown eviction order {self.eviction!r}; known: {', '.join(ORDERS)}")
-        if self.states < 0:
-            raise ConfigError(f"memory cannot keep {self.states} states: give 0 or more")
-        if min(self.load_at_least, self.fetch_at_least) < 0:
-            raise ConfigError("the fewest tokens that a copy has to save cannot be negative")
-        if not 0 < self.host_share <= 1:
-            raise ConfigError(
-                f"the share of the host that waits for storage is above 0 and at most 1, not {self.host_share}"
-            )
-        if not 0 < self.salt_share <= 1:
-            raise ConfigError(f"the share of memory of one salt is above 0 and at most 1, not {self.salt_share}")
-        if not 0 <= self.offload_pays_at < inf:
-            raise ConfigError(
-                f"the share of what is stored that has to be used is 0 or above and finite, not {self.offload_pays_at}"
-            )
-        if not 0 <= self.hash_sample <= 1:
-            raise ConfigError(f"the share of pages that are compared is 0 to 1, not {self.hash_sample}")
-        _ = self.snapshots
+        require_types(self)
+        for name, (condition, holds) in _LIMITS.items():
+            require(holds(value := getattr(self, name)), name, condition, value)
 
     @cached_property
     def write(self) -> WritePolicy:
@@ -133,16 +138,7 @@ class Policies:
         return Snapshots(self.snapshot_ends, self.snapshot_branches, self.snapshot_every, self.snapshot_gap)
 
     def patience(self) -> Patience:
-        """How long a request waits for storage: also under "wait_complete" at most the storage deadline for each copy.
-
-        ConfigError for an unknown prefetch policy.
-        """
-        known = {
-            "best_effort": BEST_EFFORT,
-            "wait_complete": WAIT_COMPLETE,
-            "timeout": Patience(self.prefetch_base_s, self.prefetch_per_ki_token_s),
-        }
-        if self.prefetch_policy not in known:
-            raise ConfigError(f"unknown prefetch policy {self.prefetch_policy!r}; known: {', '.join(known)}")
-        asked = known[self.prefetch_policy]
+        """How long a request waits for storage: at most the storage deadline for each copy."""
+        timed = Patience(self.prefetch_base_s, self.prefetch_per_ki_token_s)
+        asked = _PATIENCE.get(self.prefetch_policy, timed)
         return replace(asked, base_s=min(asked.base_s, self.storage_deadline_s))

@@ -8,6 +8,7 @@ from enum import IntEnum
 from functools import cached_property
 
 from kvarve.errors import ConfigError
+from kvarve.pages.field_checks import require, require_types
 
 # The bytes of one element, by the name that torch and safetensors give the type.
 DTYPE_BYTES = {
@@ -48,10 +49,11 @@ class BufferSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"buffer {self.name}: unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
-        if not self.shape or any(side < 1 for side in self.shape):
-            raise ConfigError(f"buffer {self.name}: the shape {self.shape} has no elements")
+        require_types(self)
+        which = f"buffer {self.name}:"
+        require(self.dtype in DTYPE_BYTES, f"{which} dtype", f"one of {', '.join(DTYPE_BYTES)}", self.dtype)
+        some = bool(self.shape) and min(self.shape) > 0
+        require(some, f"{which} shape", "one side or more, each at least 1", self.shape)
 
     @property
     def layer(self) -> int:
@@ -105,12 +107,13 @@ class PoolSpec:
     groups: HeadGroups | None = None
 
     def __post_init__(self) -> None:
-        if not self.name.isascii() or not self.name.replace("-", "").replace("_", "").isalnum() or len(self.name) > 32:
-            raise ConfigError(f"pool name {self.name!r}: use 1 to 32 letters, digits, '-' and '_'")
-        if not self.buffers:
-            raise ConfigError(f"pool {self.name}: it needs at least one buffer")
-        if self.lookback is not None and self.lookback < 1:
-            raise ConfigError(f"pool {self.name}: lookback is None or at least 1 page, not {self.lookback}")
+        require_types(self)
+        plain = self.name.isascii() and self.name.replace("-", "").replace("_", "").isalnum() and len(self.name) <= 32
+        require(plain, "pool name", "1 to 32 letters, digits, '-' and '_'", self.name)
+        which = f"pool {self.name}:"
+        require(bool(self.buffers), f"{which} buffers", "at least one", self.buffers)
+        back = self.lookback is None or self.lookback > 0
+        require(back, f"{which} lookback", "None or at least 1 page", self.lookback)
 
     def offsets(self) -> tuple[int, ...]:
         """The byte at which each buffer starts in the page's payload, and last the payload's length."""
@@ -146,8 +149,8 @@ def share(count: int, rank: int, ranks: int) -> range | None:
 
 def check_grid(page_tokens: int, chunk_tokens: int) -> None:
     """ConfigError unless a chunk of the prefill grid is a whole number of pages."""
-    if page_tokens < 1 or chunk_tokens < 1:
-        raise ConfigError("page_tokens and chunk_tokens must be at least 1")
+    require(page_tokens > 0, "page_tokens", "at least 1", page_tokens)
+    require(chunk_tokens > 0, "chunk_tokens", "at least 1", chunk_tokens)
     if chunk_tokens % page_tokens:
         raise ConfigError(
             f"a page of {page_tokens} tokens does not fit the model's prefill grid of {chunk_tokens}: choose a page "
@@ -190,12 +193,11 @@ class ModelIdentity:
     numerics: str = ""  # processors, libraries, kernels and settings that change the last bit
 
     def __post_init__(self) -> None:
+        require_types(self)
         check_grid(self.page_tokens, self.chunk_tokens)
-        if self.ranks < 1:
-            raise ConfigError(f"a model cannot be divided among {self.ranks} ranks")
+        require(self.ranks > 0, "ranks", "at least 1", self.ranks)
         names = [pool.name for pool in self.pools]
-        if not names or len(set(names)) != len(names):
-            raise ConfigError(f"a model needs at least one pool, each with a name of its own; got {names}")
+        require(len({*names}) == len(names) > 0, "pools", "at least one, each with a name of its own", names)
 
     def fingerprint(self) -> bytes:
         """32 bytes that differ whenever any field differs: the namespace of all of this model's keys and pages.

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from kvarve.errors import ConfigError
 from kvarve.pages.boundaries import members
 
 
@@ -16,12 +15,6 @@ class Snapshots:
     branches: bool = True
     every: int = 0
     gap: int = 0
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError(f"snapshot every {self.every} tokens: give 0 or more")
-        if self.gap < 0:
-            raise ConfigError(f"a snapshot gap of {self.gap} tokens: give 0 or more")
 
     def boundaries(
         self, pages: int, limit: int, branch: int, kept: int, page_tokens: int, grid: int, step: int = 0
