@@ -109,14 +109,11 @@ pictures: setup
 train: setup
 	.venv/bin/python tools/train_tiny_hybrid.py
 
-# torch is installed first and by itself (see TORCH), so the lock leaves it out, also where others require it; it has hashes and no
-# URLs.
+# torch is installed first and by itself (see TORCH), so the lock leaves it out, whoever requires it; it has hashes and no URLs.
 lock: setup
-	mkdir -p .venv/lock && grep -v '"torch' pyproject.toml > .venv/lock/pyproject.toml
-	echo 'torch; python_version < "3"' > .venv/lock/none.txt
+	echo 'torch; python_version < "3"' > .venv/none.txt
 	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra compress --extra mooncake --extra redis --extra storage-key --extra otel \
-		--extra events --extra quantized --override .venv/lock/none.txt --no-header \
-		--no-annotate .venv/lock/pyproject.toml -o requirements.lock
+		--extra events --extra quantized --override .venv/none.txt --no-header --no-annotate pyproject.toml -o requirements.lock
 
 # The versions of what the engines need, with hashes; torch as for kvarve itself, and no sound or video.
 LOCK = $(UV) pip compile --quiet --python-version 3.11 --generate-hashes --no-header --no-annotate

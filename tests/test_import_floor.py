@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+from kvarve import errors
+
 SOURCE = Path(__file__).parent.parent / "src" / "kvarve"
 
 FLOORS = (
-    {"errors", "__init__"},
+    {"errors"},
     {"pages", "system", "reports"},  # what a page is; what any process has; what commands print
     {"core", "settings"},
     {"memory", "storage"},
     {"transfer", "ranks"},
     {"cache", "metrics"},  # the product: scheduler, worker, and both in one process
+    {"__init__"},  # the door: public names of what is below, and the version
     {"reference"},  # an engine, its server, the prover, the demo
     {"planner", "connectors"},
     {"bench"},
@@ -52,6 +55,8 @@ def imported(name: str, text: str) -> Iterator[str]:
         if found["plain"]:
             yield from (each.split()[0] for each in found["plain"].split(","))
         elif found["called"] is not None:
+            if name == "__init__.py":  # the same names stand in it for type checkers (test_door.py)
+                continue
             assert found["called"][:1] in "\"'", f"{name} imports a computed name: {found[0]}"
             yield found["called"][1:-1]
         else:
@@ -127,12 +132,18 @@ def test_what_decides_knows_no_tensor_thread_or_file() -> None:
 
 # The packages of each install, besides the standard library; an extra includes the one before it.
 INSTALLS = {
-    "base": {"torch", "numpy", "xxhash", "cyclopts", "rich"},
+    "base": {"numpy", "xxhash", "cyclopts", "rich"},
+    "worker": {"torch"},
     "engine": {"transformers", "tokenizers", "safetensors", "jinja2", "prometheus_client"},
     "server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "h11", "httpx"},
     "demo": {"matplotlib"},
 }
 INSTALL_OF = {
+    "memory": "worker",
+    "transfer/transfer_engine.py": "worker",
+    "cache/worker.py": "worker",
+    "cache/attach.py": "worker",
+    "cache/prefix_cache.py": "worker",
     "metrics": "engine",
     "connectors": "engine",
     "reference/engine": "engine",
@@ -173,15 +184,47 @@ def nearest(name: str, table: dict[str, object]) -> object:
     return next((table[each] for each in (name, *map(str, Path(name).parents)) if each in table), None)
 
 
-def test_a_module_imports_what_its_install_brings() -> None:
-    def wrong(name: str, _: set[str], roots: set[str]) -> object:
-        own, sizes = nearest(name, {**INSTALL_OF}) or "base", [*INSTALLS]
-        brought = set().union(*(INSTALLS[each] for each in sizes[: sizes.index(str(own)) + 1]))
-        engine = nearest(name, {**ENGINES}) or set()
-        assert isinstance(engine, set)
-        return top(name) != "testing" and roots - brought - engine - OPTIONAL - {"kvarve"} - sys.stdlib_module_names
+def not_brought(name: str, roots: set[str]) -> set[str]:
+    """Of packages that a module imports, those which its install does not bring."""
+    own, sizes = nearest(name, {**INSTALL_OF}) or "base", [*INSTALLS]
+    brought = set().union(*(INSTALLS[each] for each in sizes[: sizes.index(str(own)) + 1]))
+    engine = nearest(name, {**ENGINES}) or set()
+    assert isinstance(engine, set)
+    if top(name) == "testing":  # for those who have pytest
+        return set()
+    return roots - brought - engine - OPTIONAL - {"kvarve"} - sys.stdlib_module_names
 
-    assert not breaches(wrong)
+
+def test_a_module_imports_what_its_install_brings() -> None:
+    assert not breaches(lambda name, _, roots: not_brought(name, roots))
+
+
+def test_what_is_loaded_with_a_module_needs_no_more_than_its_install_brings() -> None:
+    found = {}
+    for name in modules():
+        loaded, rest = {name}, [name]
+        while rest:
+            new = {each for path in map(at_once, rest) for module in path for each in files_of(module)} - loaded
+            loaded, rest = loaded | new, [*new]
+        found[name] = not_brought(name, {module.split(".")[0] for path in loaded for module in at_once(path)})
+    assert not {name: packages for name, packages in found.items() if packages}
+
+
+def test_who_asks_for_the_version_loads_nothing_else() -> None:
+    assert at_once("__init__.py") <= {"typing", "kvarve.errors", *(f"kvarve.errors.{name}" for name in dir(errors))}
+
+
+@cache
+def at_once(name: str) -> set[str]:
+    """What a module imports when it is imported: outside of functions, and not for type checkers alone."""
+    return {*imported(name, re.sub(r"(?m)^ .*$", "", (SOURCE / name).read_text()))}
+
+
+def files_of(module: str) -> set[str]:
+    """The files of kvarve that are loaded with a module of its own: it, and the packages around it."""
+    parts = module.split(".")[1:] if module.split(".", maxsplit=1)[0] == "kvarve" else []
+    paths = ("/".join(parts[:count]) for count in range(len(parts) + 1))
+    return {file for path in paths for file in (f"{path}.py", f"{path}/__init__.py".lstrip("/")) if file in modules()}
 
 
 def test_the_checker_sees_every_way_to_import() -> None:

@@ -4,7 +4,9 @@ One venv, from the base install to the largest extra: each test adds one extra a
 needs a package of a later extra fails. Versions are those of this venv, and hashes those of requirements.lock.
 """
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,13 +64,23 @@ class CleanVenv:
 
     def install(self, extra: str) -> None:
         what, ours = f"kvarve{extra} @ {self.wheel.as_uri()}", self.packages(Path(sys.executable))
-        (torch,) = (line for line in ours if line.startswith("torch"))
-        (self.folder / "pins.txt").write_text("".join(f"{line}\n" for line in ours - {torch}))
+        torch = {line for line in ours if line.startswith("torch==")}
+        (self.folder / "pins.txt").write_text("".join(f"{line}\n" for line in ours - torch))
         pins = ("--constraints", ROOT / "requirements.lock", "--constraints", self.folder / "pins.txt")
         run(
             UV, "venv", "--quiet", "--allow-existing", "--python", sys.executable, self.folder / "venv", cwd=self.folder
         )
-        uv("pip", "install", "--quiet", "--python", self.bin / "python", *pins, torch, what, cwd=self.folder)
+        uv(
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            self.bin / "python",
+            *pins,
+            *(torch if extra else ()),
+            what,
+            cwd=self.folder,
+        )
         assert self.packages(self.bin / "python") <= ours
 
     def run(self, command: str, *words: object, code: int = 0) -> str:
@@ -84,54 +96,52 @@ def venv() -> Iterator[CleanVenv]:
         yield CleanVenv(Path(folder).resolve())
 
 
-# A prompt of two chunks leaves its pages in a folder, and the next cache that opens the folder brings them back.
-ROUND_TRIP = """
-import sys
-from kvarve.cache.config import CacheConfig
-from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
-from kvarve.cache.prefix_cache import PrefixCache
-pools = (PoolSpec("kv", (BufferSpec("k", (64, 8), "float32"),), None),)
-identity = ModelIdentity("test", "weights", "float32", 64, 64, pools)
-tokens = range(130)
-def opened():
-    cache = PrefixCache(identity, CacheConfig(1 << 20, 1 << 20, f"file://{sys.argv[1]}?capacity=64MiB"))
-    lease = cache.open(tokens)
-    while not cache.claim(lease):
-        cache.step()
-        cache.wait(0.05)
-    return cache, lease
-cache, lease = opened()
-for position, slot in cache.grow(lease, 2)["kv"].items():
-    cache.worker.arena("kv")["k"][slot] = position + 0.5
-cache.publish(lease, 2)
-cache.close(lease)
-cache.shutdown()
-cache, lease = opened()
-print(lease.boundary, *(float(cache.worker.arena("kv")["k"][slot].mean()) for slot in cache.pages(lease)["kv"][1]))
-cache.close(lease)
-cache.shutdown()
-"""
+EXTRA_OF = {"models": "engine", "verify": "engine", "serve": "server", "demo": "demo"}
 
 
-def test_the_wheel_has_every_file_of_the_source_and_the_base_install_keeps_pages_in_files(venv: CleanVenv) -> None:
+def test_the_wheel_has_every_file_of_the_source_and_its_base_install_works_without_torch(venv: CleanVenv) -> None:
     with zipfile.ZipFile(venv.wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     paths = (path for path in (ROOT / "src" / "kvarve").rglob("*") if path.is_file() and path.suffix != ".pyc")
     assert shipped == {path.relative_to(ROOT / "src").as_posix() for path in paths}
     venv.install("")
-    assert venv.python(ROUND_TRIP, venv.folder / "pages").split() == ["2", "0.5", "1.5"]
+    trace = ROOT / "docs" / "small-trace.jsonl"
+    needs = "needs what is not installed: install kvarve with the extra {} (see the README)"
+    assert venv.run("python", ROOT / "tests" / "without_torch.py", venv.folder / "pages", trace).splitlines() == [
+        "hit: 2",
+        "stored: True",
+        "saved: True",
+        *(f"2 kvarve: {name} {needs.format(repr(extra))}" for name, extra in EXTRA_OF.items()),
+        "PrefixCache needs torch, which is not installed: install kvarve with the extra 'worker' (see the README)",
+    ]
 
 
 @pytest.mark.long
-def test_the_base_install_says_which_extra_a_command_needs(venv: CleanVenv) -> None:
-    venv.install("")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engines_environment_gets_no_other_version_of_anything(engine: str, venv: CleanVenv, tmp_path: Path) -> None:
+    lock = (ROOT / "tests" / "engines" / f"{engine}.lock").read_text()
+    pins = dict(re.findall(r"^([\w.-]+)==([^ ;]+)", lock, re.MULTILINE)) | {"torch": "2.9.0"}
+    for name in ("cyclopts", "docstring-parser", "rich-rst"):  # which no engine has, so they are in the lock for kvarve
+        del pins[name]
+    run(UV, "venv", "--quiet", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    for name, version in pins.items():  # what pip asks of a package that is installed
+        about = packages / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+        about.parent.mkdir()
+        about.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    pip = (sys.executable, "-m", "pip", "--python", tmp_path / "venv" / "bin" / "python")
+    report = json.loads(run(*pip, "install", "--quiet", "--dry-run", "--report", "-", venv.wheel, cwd=tmp_path))
+    changed = {each["metadata"]["name"].lower().replace("_", "-") for each in report["install"]}
+    assert {"kvarve", "cyclopts"} <= changed and changed.isdisjoint(pins)
+
+
+@pytest.mark.long
+def test_the_worker_extra_keeps_pages_in_files(venv: CleanVenv) -> None:
+    venv.install("[worker]")
     assert venv.run("kvarve", "--version").strip() == f"kvarve {kvarve.__version__}"
     assert Path(venv.python("import kvarve; print(kvarve.__file__)").strip()).is_relative_to(venv.folder)
-    venv.python(ROUND_TRIP, venv.folder / "stored")
-    assert "stored" in venv.run("kvarve", "storage", "stat", venv.folder / "stored")
-    for command, extra in (("models", "engine"), ("verify", "engine"), ("serve", "server"), ("demo", "demo")):
-        missing = f"{command} needs what is not installed: install kvarve with the extra '{extra}' (see the README)"
-        assert venv.run("kvarve", command, code=2) == f"kvarve: {missing}\n"
+    for hit in (0, 2):  # a prompt of two pages, in two processes
+        assert venv.run("python", ROOT / "tests" / "toy_engine.py", venv.folder / "pages") == f"{hit} pages\n"
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 """A request resumes from the right bytes, whichever tier they come from and whatever fails on the way."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,34 @@ from filling import (
 )
 
 from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.errors import Broken
 from kvarve.pages.pools import PoolSpec, Tier
 
 # --- where pages come from
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("ends", "hit"),
+    [
+        (lambda cache: None, ALL),
+        (lambda cache: fail(KeyError("of the caller")), ALL),
+        (lambda cache: fail(Broken("in the cache")), 0),
+        (lambda cache: cache.claim(None), 0),
+    ],
+    ids=["well", "the caller's error", "broken", "a bug"],
+)
+def test_at_the_end_of_a_block_pages_are_stored_unless_the_cache_has_failed(
+    make: Make, ends: Callable[[PrefixCache], object], hit: int
+) -> None:
+    store = a_store()
+    with suppress(KeyError, Broken, AttributeError), make(store, write_policy="write_back") as cache:
+        run(cache, LONG)
+        ends(cache)
+    assert sum(run(make(store), LONG)) == hit
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from traceback import walk_tb
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.scheduler import CacheScheduler, Prompt, Tokens
@@ -42,10 +43,17 @@ def bugs_as_broken() -> Iterator[None]:
         raise
     except Exception as e:
         assert e.__traceback__ is not None
-        came_by = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(e.__traceback__.tb_next))
-        if any(name.startswith(("kvarve.cache.", "kvarve.core.")) for name in came_by):
+        if _is_bug(e, e.__traceback__.tb_next):
             raise Broken(f"{type(e).__name__}: {e}") from e
         raise
+
+
+def _is_bug(error: BaseException | None, came_by: TracebackType | None) -> bool:
+    """Whether an exception has come out of a cache, and is none of ours or says that it is a bug."""
+    if isinstance(error, KvarveError):
+        return isinstance(error, Broken)
+    names = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(came_by))
+    return isinstance(error, Exception) and any(name.startswith(("kvarve.cache.", "kvarve.core.")) for name in names)
 
 
 class Listener(Protocol):
@@ -95,6 +103,12 @@ class PrefixCache:
         )
         self._listener: Listener | None = None
         self._missed = True  # the listener does not know what was told before
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, came_by: TracebackType | None) -> None:
+        self.shutdown(store=not _is_bug(error, came_by))  # after a bug no page can be trusted
 
     # --- a request's life
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Protocol, Self
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.system.regions import HostRegion
@@ -144,6 +144,12 @@ class Storage(Protocol):
     def close(self) -> None:
         """Release all resources. May be called twice; any other call afterwards raises StorageError."""
         ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Around(Storage):
