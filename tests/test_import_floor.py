@@ -20,7 +20,7 @@ FLOORS = (
     {"cache", "metrics"},  # the product: scheduler, worker, and both in one process
     {"__init__"},  # the door: public names of what is below, and the version
     {"reference"},  # an engine, its server, the prover, the demo
-    {"planner", "connectors"},
+    {"planner", "connectors", "transformers"},
     {"bench"},
     {"cli", "testing"},
     {"__main__"},
@@ -146,6 +146,7 @@ INSTALL_OF = {
     "cache/prefix_cache.py": "worker",
     "metrics": "engine",
     "connectors": "engine",
+    "transformers.py": "engine",
     "reference/engine": "engine",
     "reference/verify": "engine",
     "reference/server": "server",

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from adapters import adapt, adapted
+from transformers import GenerationConfig
 
 from kvarve.cache.config import CacheConfig
-from kvarve.connectors.transformers import PrefixCachedModel
 from kvarve.core.policies import Policies
 from kvarve.errors import Broken, ConfigError, ModelError
 from kvarve.pages.pools import Tier
-from kvarve.reference.engine.wrappers import CACHE
+from kvarve.transformers import PrefixCachedModel, Usage
 from tests.sim.models import tiny_model
 
 PROMPT = torch.randint(0, 250, (1, 84), generator=torch.Generator().manual_seed(1))
@@ -38,8 +38,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def generate(cached: PrefixCachedModel, prompt: torch.Tensor = PROMPT) -> list[int]:
-    with cached.resume(prompt, max_new_tokens=NEW) as past:
-        output = cached.model.generate(prompt, **{CACHE: past}, max_new_tokens=NEW, do_sample=False)
+    output = cached.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
     return output[0].tolist()  # type: ignore[no-any-return]
 
 
@@ -56,16 +55,24 @@ def test_generate_gives_the_same_tokens_resumed_from_any_tier(family: str, make:
     model = tiny_model(family)
     cached = make(model)
     cold = generate(cached)
-    assert cached.cached_tokens == 0 and cold == alone(model)
-    for tiers in ([], [Tier.DEVICE], [Tier.DEVICE, Tier.HOST]):
+    assert cached.usage == Usage(84, 0, 0, 0) and cold == alone(model)
+    for name, tiers in {"device": [], "host": [Tier.DEVICE], "storage": [Tier.DEVICE, Tier.HOST]}.items():
         cached.cache.flush(tiers)
-        assert generate(cached) == cold and cached.cached_tokens == HIT
+        assert generate(cached) == cold and cached.usage.cached_tokens == HIT == getattr(cached.usage, name)
 
 
 def test_a_batch_and_a_prompt_that_is_longer_than_the_model_are_refused(make: Make) -> None:
     cached = make(tiny_model("qwen3", max_position_embeddings=83))
-    with pytest.raises(ConfigError, match="one prompt"), cached.resume(torch.zeros(2, 8, dtype=torch.long)):
-        pass
+    three = GenerationConfig(do_sample=True, num_return_sequences=3)
+    for prompt, settings, told in (
+        (PROMPT.expand(2, 84), {}, r"input_ids must be one prompt of shape \[1, n\], got \[2, 84\]: give each prompt"),
+        (PROMPT[0], {}, r"must be one prompt of shape \[1, n\], got \[84\]"),
+        (PROMPT, {"attention_mask": PROMPT > 9}, "attention_mask must be all ones"),
+        (PROMPT, {"num_beams": 2}, "num_beams must be 1, got 2"),
+        (PROMPT, {"generation_config": three}, "num_return_sequences must be 1, got 3"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            cached.generate(prompt, **settings)
     with pytest.raises(ConfigError, match="84 tokens is longer than the 83 of this model"):
         generate(cached)
     assert not cached.cache.scheduler.core.leases
@@ -76,7 +83,7 @@ def test_a_model_that_differs_in_its_config_alone_is_given_no_page_of_the_other(
     other.load_state_dict(one.state_dict())
     for model, hit in ((one, 0), (other, 0), (one, HIT)):
         cached = make(model)
-        assert generate(cached) == alone(model) and cached.cached_tokens == hit
+        assert generate(cached) == alone(model) and cached.usage.cached_tokens == hit
         cached.close()
 
 
@@ -93,7 +100,7 @@ def test_an_adapter_that_is_switched_later_is_refused_and_nothing_is_read_or_kep
     assert cached.cache.stats() == before, "nothing was opened, read or kept"
     cached.close()
     lawyers = make(model)
-    assert generate(lawyers) != poem and lawyers.cached_tokens == 0
+    assert generate(lawyers) != poem and lawyers.usage.cached_tokens == 0
 
 
 def test_an_adapter_that_is_switched_while_a_prompt_is_computed_is_noticed_before_its_pages_are_kept(
@@ -115,7 +122,7 @@ def test_an_adapter_that_is_switched_while_a_prompt_is_computed_is_noticed_befor
     first.set_adapter("poet")
     assert not cached.cache.scheduler.core.leases
     assert generate(cached) == alone(model)
-    assert cached.cached_tokens == 32, "the chunk before the switch"
+    assert cached.usage.cached_tokens == 32, "the chunk before the switch"
 
 
 def test_a_cache_that_has_failed_serves_no_prompt_any_more_and_stores_nothing(
@@ -136,4 +143,4 @@ def test_a_cache_that_has_failed_serves_no_prompt_any_more_and_stores_nothing(
     cached.close()
     again = make(model)
     generate(again)
-    assert again.cached_tokens == 0, "after a failed assertion no page in memory is stored"
+    assert again.usage.cached_tokens == 0, "after a failed assertion no page in memory is stored"

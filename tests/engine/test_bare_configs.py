@@ -13,10 +13,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvarve.cache.config import CacheConfig
-from kvarve.connectors.transformers import PrefixCachedModel
 from kvarve.errors import KvarveError, ModelError
 from kvarve.reference.engine.families import Facts, describe_model
 from kvarve.reference.engine.model import load_model
+from kvarve.transformers import PrefixCachedModel
 from tests.sim.models import COMMON, save_checkpoint
 
 TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})

@@ -1,8 +1,8 @@
-"""A connector for Transformers: any causal language model's own `generate`, resumed from kvarve's cache.
+"""Any causal language model of Transformers, whose own `generate` is resumed from kvarve's cache.
 
-    prefixes = PrefixCachedModel(model, CacheConfig(device_memory=1 << 30))
-    with prefixes.resume(input_ids) as past:
-        output = model.generate(input_ids, cache=past, max_new_tokens=64)  # before transformers 5.24: past_key_values
+    with PrefixCachedModel(model, CacheConfig("1GiB")) as prefixes:
+        output = prefixes.generate(input_ids, max_new_tokens=64)
+        print(prefixes.usage)
 
 Cached pages of the prompt are loaded, the rest of its whole chunks is computed and cached, and `generate` goes on from
 there with the tokens that are left.
@@ -10,7 +10,8 @@ there with the tokens that are left.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -24,7 +25,23 @@ from kvarve.reference.engine.model import forward, token_limit
 from kvarve.reference.engine.paging import keep, resumed, wait_for_room
 from kvarve.reference.engine.stepwise import make_resumable
 from kvarve.reference.engine.workspace import StateLayout, Workspace
-from kvarve.reference.engine.wrappers import require_causal
+from kvarve.reference.engine.wrappers import cache_argument, require_causal
+
+MOST_TOKENS = 1 << 30  # of a workspace, whose memory grows with the tokens in it
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of a prompt's tokens, those that were not computed, by the tier that they came from, as the HTTP API has it."""
+
+    prompt_tokens: int
+    device: int
+    host: int
+    storage: int
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.device + self.host + self.storage
 
 
 class PrefixCachedModel:
@@ -51,12 +68,32 @@ class PrefixCachedModel:
         self.identity = identity_of(model, self.layout)
         self._marks = Marks.of(model)
         self.cache = PrefixCache(self.identity, config, device=str(model.device))
-        self.cached_tokens = 0  # of the last prompt
+        self.usage = Usage(0, 0, 0, 0)  # of the last prompt
         self.broken = ""  # why it cannot be used any more: no page can be trusted
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(self, input_ids: Tensor, *, salt: str = "", **settings: Any) -> Any:
+        """What the model's own `generate` answers for a prompt [1, n] with these settings; `usage` has what was cached.
+
+        ConfigError for a batch, padding, beams or several answers at once. Otherwise as `resume`.
+        """
+        mask, defaults = settings.get("attention_mask"), settings.get("generation_config", self.model.generation_config)
+        if mask is not None and not mask.all():
+            raise ConfigError("attention_mask must be all ones, got zeros: give each prompt alone and without padding")
+        for name in ("num_beams", "num_return_sequences"):
+            if (many := settings.get(name, getattr(defaults, name, None)) or 1) != 1:
+                raise ConfigError(f"{name} must be 1, got {many}: a cache has one sequence")
+        with self.resume(input_ids, salt=salt) as past:
+            return self.model.generate(input_ids, **{cache_argument(self.model): past}, **settings)
+
     @contextmanager
-    def resume(self, input_ids: Tensor, *, salt: str = "", max_new_tokens: int = 4096) -> Iterator[Cache]:
-        """The past of a prompt [1, n] up to its last whole chunk, as `generate` takes it.
+    def resume(self, input_ids: Tensor, *, salt: str = "") -> Iterator[Cache]:
+        """The past of a prompt [1, n] up to its last whole chunk, for a caller with a loop of its own.
 
         Only prompts with the same salt share. The cache object is the caller's own and may be changed freely.
         ModelError if the model has changed: no page has been read or kept then. Broken if the cache has failed, now or
@@ -65,7 +102,8 @@ class PrefixCachedModel:
         if self.broken:
             raise Broken(self.broken)
         if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
-            raise ConfigError(f"one prompt of shape [1, n] at a time, not {[*input_ids.shape]}")
+            got = f"got {[*input_ids.shape]}: give each prompt of a batch alone and without padding"
+            raise ConfigError(f"input_ids must be one prompt of shape [1, n], {got}")
         if input_ids.shape[1] > (limit := token_limit(self.model.config)):
             raise ConfigError(f"a prompt of {input_ids.shape[1]} tokens is longer than the {limit} of this model")
         self._marks.require_same(self.model)
@@ -74,7 +112,7 @@ class PrefixCachedModel:
             lease = self.cache.open(prompt, salt)
         try:
             with self._told():
-                workspace = self._computed(lease, input_ids, len(prompt) + max_new_tokens)
+                workspace = self._computed(lease, input_ids)
             yield workspace.cache
         finally:
             if not self.broken:
@@ -82,13 +120,14 @@ class PrefixCachedModel:
                     self.cache.close(lease)
                     self.cache.step()
 
-    def _computed(self, lease: Lease, input_ids: Tensor, max_tokens: int) -> Workspace:
+    def _computed(self, lease: Lease, input_ids: Tensor) -> Workspace:
         """A workspace with all of a prompt's whole chunks; those that were computed are kept."""
         while not self.cache.claim(lease):
             self.cache.wait(0.05)
             self.cache.step()
-        workspace = resumed(self.cache, lease, self.layout, max_tokens, self.model.device)
-        self.cached_tokens = workspace.tokens
+        workspace = resumed(self.cache, lease, self.layout, MOST_TOKENS, self.model.device)
+        tiers = (pages * self.layout.page_tokens for pages in lease.from_tiers())
+        self.usage = Usage(input_ids.shape[1], *tiers)
         # The last token is left to `generate`, which needs one to start from.
         while (stop := workspace.tokens + self.layout.chunk_tokens) < input_ids.shape[1]:
             forward(self.model, workspace, input_ids[:, workspace.tokens : stop])
