@@ -20,7 +20,7 @@ from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cache.worker import Change, UnderWay
 from kvarve.core.copies.effects import Began, Ended, Verified
 from kvarve.errors import StorageError
-from kvarve.ranks.agreement import AgreedStep, Alone, Proposal, Votes, granted
+from kvarve.ranks.agreement import AgreedStep, Agreement, Proposal, Votes, granted
 from kvarve.storage import Breaker
 from kvarve.testing import FaultyStorage
 
@@ -76,7 +76,7 @@ def test_a_change_is_made_if_all_ranks_propose_it_and_are_ready(
     assert granted(proposals) is comes_true
 
 
-class BesideAnother(Alone):
+class BesideAnother(Agreement):
     """The agreement of a rank with another one, which says what a test has it say."""
 
     ranks, up, later_s = 2, True, 0.0
@@ -142,7 +142,7 @@ def test_a_change_that_one_rank_cannot_make_is_under_way_until_all_have_said_so(
     cache.shutdown(5)
 
 
-class Rung(Alone):
+class Rung(Agreement):
     """Counts how often its sleep is to end."""
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ def test_a_storage_that_is_down_on_another_rank_is_not_up() -> None:
     cache.shutdown(5)
 
 
-class AtBarrier(Alone):
+class AtBarrier(Agreement):
     """The agreement of ranks that are threads: each step is one on all of them, at the first one's time."""
 
     ranks = 2

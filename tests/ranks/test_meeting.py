@@ -237,7 +237,7 @@ def test_a_name_may_have_addresses_that_no_machine_has(monkeypatch: pytest.Monke
     """As of IPv6 on a machine without it."""
     known, stream = socket.getaddrinfo, socket.SOCK_STREAM
 
-    def resolved(host: str, port: int, **kwargs: int) -> list[object]:
+    def resolved(host: str, port: int, *_: int, **__: int) -> list[object]:
         assert host == "node-0"
         return [*known("2001:db8::1", port, type=stream), *known("127.0.0.1", port, type=stream)]
 

@@ -5,11 +5,11 @@ from filling import POOLS, a_config, a_store, an_identity, prompt, run, settle
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.pages.pools import PoolSpec
-from kvarve.ranks.agreement import Alone
+from kvarve.ranks.agreement import Agreement
 from kvarve.testing import FaultyStorage
 
 
-class OneOf(Alone):
+class OneOf(Agreement):
     """A rank whose others always agree with it."""
 
     def __init__(self, ranks: int) -> None:

@@ -13,7 +13,7 @@ from kvarve.cache.worker import CacheWorker, check
 from kvarve.core.copies.effects import Copy, Ended, Hurry, Probe
 from kvarve.errors import Busy, StorageError
 from kvarve.pages.pools import Tier
-from kvarve.ranks.agreement import AgreedStep, Alone
+from kvarve.ranks.agreement import AgreedStep, Agreement
 
 DETACHED = replace(a_config(), storage=None)
 
@@ -22,7 +22,7 @@ def a_scheduler(storage: bool = True) -> CacheScheduler:
     return CacheScheduler(an_identity(), a_config(), check(an_identity(), a_config()), storage=storage)
 
 
-class Denied(Alone):
+class Denied(Agreement):
     """The other ranks have proposed something else."""
 
     def agree(self, *report: object, **more: object) -> AgreedStep:

@@ -23,7 +23,7 @@ from kvarve.core.requests.lease import Lease
 from kvarve.errors import Broken, KvarveError
 from kvarve.pages.pools import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.pages.ticket import Ticket
-from kvarve.ranks.agreement import Agreement, Alone
+from kvarve.ranks.agreement import Agreement
 from kvarve.storage import Storage
 from kvarve.transfer.storage_connection import CLOSE_S
 
@@ -85,7 +85,7 @@ class PrefixCache:
         prefill_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        agreement = agreement or Alone()
+        agreement = agreement or Agreement()
         identity = replace(identity, ranks=agreement.ranks)
         self.identity, self.rank, self.clock = identity, rank, clock
         self.worker = CacheWorker(identity, config, device=device, storage=storage, rank=rank, clock=clock)

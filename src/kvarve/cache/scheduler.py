@@ -29,7 +29,7 @@ from kvarve.core.requests.lease import Lease
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, heads, names, pack, root_key
 from kvarve.pages.pools import ModelIdentity, Tier
 from kvarve.pages.ticket import HandOverError, Ticket
-from kvarve.ranks.agreement import Agreement, Alone, Proposal
+from kvarve.ranks.agreement import Agreement, Proposal
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class CacheScheduler:
         self.identity, self.config = identity, config
         self.pools = identity.pools
         self.now = 0.0  # the ranks agree on the time in each step
-        self.agreement = agreement or Alone()
+        self.agreement = agreement or Agreement()
         self._early: list[Lease] = []  # opened before the first step, which sets their deadlines
         self._namespace = identity.fingerprint()
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)

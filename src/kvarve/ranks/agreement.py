@@ -7,7 +7,7 @@ scheduler turn.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvarve.core.copies.effects import Began, Ended, Event, Verified, agreed
 
@@ -34,11 +34,10 @@ class AgreedStep(NamedTuple):
     said: bytes = b""  # by rank 0 to all ranks, for this step
 
 
-class Agreement(Protocol):
-    @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
-        ...
+class Agreement:
+    """The agreement of a single rank, and what that of several has to do."""
+
+    ranks = 1  # how many there are
 
     def agree(
         self,
@@ -55,30 +54,28 @@ class Agreement(Protocol):
         `waiting`: whether anything is in flight, by what all ranks know alike; if not, none waits for another's events.
         `says`: of rank 0, for all ranks.
         """
-        ...
+        return AgreedStep([*events], now, up, granted([proposal]), says)
 
     def happened(self, event: Event) -> bool:
         """An event of this rank, the moment that it happens, from any thread. Whether the other ranks are told now; if
         not, it has to be among those of a later `agree`."""
-        ...
+        return False
 
     def wait(self, timeout_s: float, woken: Callable[[], bool]) -> bool:
         """Rank 0 sleeps between two turns, while a copy is in flight, until an event has happened on every rank (a few
         milliseconds longer if copies have only begun) or `woken` returns True, which it calls again after each `wake`.
         False after `timeout_s`."""
-        ...
+        return True
 
     def wake(self) -> None:
         """Have rank 0's `wait` call `woken` again, from any thread."""
-        ...
 
     def note(self, decided: bytes) -> None:
-        """Something that this rank's core has decided, which all ranks have to decide alike."""
-        ...
+        """Something that this rank's core has decided, which all ranks have to decide alike, in the same order."""
 
     def fail(self, why: str) -> str:
         """This rank cannot go on: the others are told; which rank is at fault, and why."""
-        ...
+        return why
 
 
 def granted(proposals: Sequence[Proposal | None]) -> bool | None:
@@ -134,36 +131,3 @@ class Votes:
                 checks.append(agreed([*vote.verified.values()]))
                 vote.verified.clear()
         return [*begins, *checks, *ends]
-
-
-class Alone:
-    """The agreement of a single rank."""
-
-    ranks = 1
-
-    def agree(
-        self,
-        events: Iterable[Event],
-        now: float,
-        up: bool = True,
-        proposal: Proposal | None = None,
-        *,
-        waiting: bool = True,
-        says: bytes = b"",
-    ) -> AgreedStep:
-        return AgreedStep([*events], now, up, granted([proposal]), says)
-
-    def happened(self, event: Event) -> bool:
-        return False
-
-    def wait(self, timeout_s: float, woken: Callable[[], bool]) -> bool:
-        return True
-
-    def wake(self) -> None:
-        pass
-
-    def note(self, decided: bytes) -> None:
-        pass
-
-    def fail(self, why: str) -> str:
-        return why

@@ -19,7 +19,7 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from kvarve.core.copies.effects import Began, Ended, Event, Refusal, Verified
-from kvarve.ranks.agreement import AgreedStep, Proposal, Votes, granted
+from kvarve.ranks.agreement import AgreedStep, Agreement, Proposal, Votes, granted
 from kvarve.ranks.star import Dead, GroupEnded, Late, Star, named
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Told(NamedTuple):
 PLAIN = Told()
 
 
-class Group:
+class Group(Agreement):
     """The agreement of one rank with the others of its star."""
 
     def __init__(self, star: Star) -> None:
@@ -93,7 +93,6 @@ class Group:
         return bool(self._ended)
 
     def note(self, decided: bytes) -> None:
-        """Something that this rank has decided: all ranks have to note the same, in the same order."""
         self._digest = zlib.crc32(decided, self._digest)
 
     def agree(
@@ -106,10 +105,7 @@ class Group:
         waiting: bool = True,
         says: bytes = b"",
     ) -> AgreedStep:
-        """`waiting`: whether anything is in flight, on all ranks the same. `says`: rank 0's inputs for all ranks.
-
-        GroupEnded if a rank is late, dead or different.
-        """
+        """As every agreement's. GroupEnded if a rank is late, dead or different."""
         if self._ended:
             raise GroupEnded(self._ended)
         self._turn += 1
@@ -140,7 +136,6 @@ class Group:
         return True
 
     def wake(self) -> None:
-        """End rank 0's `wait`, from any thread."""
         self._star.ring()
 
     def wait(self, timeout_s: float, woken: Callable[[], bool]) -> bool:
@@ -410,9 +405,14 @@ class Group:
         fault, whatever the others say. `why`: if none is."""
         end, silent = self._star.clock() + GRACE * self._star.deadline_s, set(asked)
         dead: dict[int, str] = {}
-        for rank, frame in self._came:
+
+        def heard(rank: int, frame: bytes) -> None:
+            nonlocal failed, silent
             failed = {rank: frame[1:].decode(errors="replace")} if frame[:1] == bytes([FAILED]) else failed
             silent -= {rank} if self._lives(rank, frame) else set()
+
+        for came in self._came:
+            heard(*came)
         while silent and not dead and (ready := self._star.ready(max(0.0, end - self._star.clock()))):
             for rank in filter(None, ready):
                 try:
@@ -422,10 +422,8 @@ class Group:
                         dead[rank] = DEAD
                     self._star.leave(rank)
                     silent.discard(rank)
-                    continue
-                if frame[:1] == bytes([FAILED]):
-                    failed = {rank: frame[1:].decode(errors="replace")}
-                silent -= {rank} if self._lives(rank, frame) else set()
+                else:
+                    heard(rank, frame)
         guilty = dead or dict.fromkeys(silent, LATE) or failed
         self._ended = "; ".join(f"rank {rank}: {what}" for rank, what in sorted(guilty.items())) or why
         for link in self._star.links.values():

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvarve.errors import Broken, ConfigError
 
@@ -213,14 +213,11 @@ class Listener:
             links = meeting.all(start_s)
             for link in links.values():
                 link.send(WELCOME)
-        except GroupEnded as e:
-            meeting.refuse(str(e))
-            raise
         except (Dead, Late):
             meeting.refuse(why := "a rank has ended when all had come")
             raise GroupEnded(why) from None
-        except BaseException:
-            meeting.refuse("rank 0 has ended before all had come: see what it has printed")
+        except BaseException as e:
+            meeting.refuse(str(e) if isinstance(e, GroupEnded) else _ended_early(0))
             raise
         finally:
             meeting.end()
@@ -365,15 +362,14 @@ def connect(
     end, told = now + start_s, now + TELL_S
     while True:
         try:
-            hello = _HELLO.pack(_MAGIC, settings, rank, ranks)
-            called = _called(address, min(CALL_S, max(0.05, end - now)), hello)
             with ExitStack() as undo:
-                undo.callback(called.close)
+                called = undo.enter_context(_called(address, min(CALL_S, max(0.05, end - now))))
+                called.sendall(_HELLO.pack(_MAGIC, settings, rank, ranks))
                 link = Link(called, deadline_s)
                 undo.callback(link.close)
-                star = _joined(link, address, rank, ranks, deadline_s, end, processes)
+                _welcomed(link, address, end, processes)
                 undo.pop_all()
-                return star
+                return Star(rank, ranks, {0: link}, deadline_s)
         except (OSError, UnicodeError) as e:  # it is not there yet, or has just ended and will be started again
             now, why = time.monotonic(), getattr(e, "strerror", None) or str(e)
         if now > end:
@@ -385,15 +381,7 @@ def connect(
             raise GroupEnded(_ended_early(processes[number]))
 
 
-def _joined(
-    link: Link,
-    address: Address,
-    rank: int,
-    ranks: int,
-    deadline_s: float,
-    end: float,
-    processes: Mapping[int, int],
-) -> Star:
+def _welcomed(link: Link, address: Address, end: float, processes: Mapping[int, int]) -> None:
     """Wait until all have come. OSError if rank 0 hangs up without a word."""
     ready = {number for number, _ in _polled((link.fileno(), *processes), end - time.monotonic())}
     if not ready:
@@ -405,29 +393,24 @@ def _joined(
     with suppress(Dead, Late):
         answer = link.receive()
         if answer == WELCOME:
-            return Star(rank, ranks, {0: link}, deadline_s)
+            return
         if answer.startswith(_MAGIC):
             raise GroupEnded(answer[len(_MAGIC) :].decode(errors="replace"))
     raise GroupEnded(f"what answers at {shown(address)} is no rank 0 of kvarve: give --dist-init-addr of node 0")
 
 
-def _called(address: Address, timeout_s: float, hello: bytes) -> socket.socket:
-    """A connection to rank 0, which has been told this, at the first of its host's addresses that answers. OSError:
-    none does."""
-    failed: OSError | None = None
-    for family, where in _addresses(address):
-        link: socket.socket | None = None
-        try:
-            link = socket.socket(family, socket.SOCK_STREAM)  # which fails where there is no IPv6
-            link.settimeout(timeout_s)
-            link.connect(where)
-            link.sendall(hello)
-            return link
-        except OSError as e:
-            if link is not None:
-                link.close()
-            failed = e
-    raise failed or ConnectionError("the host has no address")
+def _called(address: Address, timeout_s: float) -> socket.socket:
+    """A connection to rank 0, at the first of its host's addresses that answers. OSError, UnicodeError: none does."""
+    if not isinstance(address, Path):
+        return socket.create_connection(address, timeout_s)
+    called = socket.socket(socket.AF_UNIX)
+    try:
+        called.settimeout(timeout_s)
+        called.connect(str(address))
+    except OSError:
+        called.close()
+        raise
+    return called
 
 
 def _polled(numbers: Iterable[int], timeout_s: float) -> list[tuple[int, int]]:
@@ -437,25 +420,22 @@ def _polled(numbers: Iterable[int], timeout_s: float) -> list[tuple[int, int]]:
     return poll.poll(max(0.0, timeout_s) * 1e3)
 
 
-def _addresses(address: Address) -> list[tuple[int, Any]]:
-    """Families of sockets, and addresses as these take them. OSError, UnicodeError if the host's name is not known."""
-    if isinstance(address, Path):
-        return [(socket.AF_UNIX, str(address))]
-    return [(family, where) for family, _, _, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
-
-
 def _bound(address: Address) -> list[socket.socket]:
     """Sockets that listen at the addresses of a host that this machine has. ConfigError: none, or one is taken."""
-    found: list[socket.socket] = []
-    failed: Exception = ConnectionError("the host has no address")
+    found, failed = list[socket.socket](), OSError("the host has no address")
     try:
-        for family, where in _addresses(address):
+        if isinstance(address, Path):
+            found.append(socket.socket(socket.AF_UNIX))
+            found[0].bind(str(address))
+            found[0].listen(64)
+            return found
+        for family, _, _, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
             try:
-                found.append(_listening(family, where))
+                found.append(socket.create_server(where, family=family, backlog=64))
             except OSError as e:  # a name may have an address of IPv6 where there is none, or one of another machine
-                failed = e
+                failed = OSError(e.errno, os.strerror(e.errno or 0))  # without the address, which is said below
                 if e.errno == errno.EADDRINUSE:
-                    raise
+                    raise failed from None
         if not found:
             raise failed
         return found
@@ -464,21 +444,6 @@ def _bound(address: Address) -> list[socket.socket]:
             each.close()
         why = getattr(e, "strerror", None) or e
         raise ConfigError(f"ranks cannot meet at {shown(address)}: {why}; give another address") from None
-
-
-def _listening(family: int, where: Any) -> socket.socket:
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family != socket.AF_UNIX:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # else it would take the port of the other kind as well
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        bound.bind(where)
-        bound.listen(64)
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 def shown(address: Address) -> str:
