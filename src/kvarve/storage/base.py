@@ -109,9 +109,9 @@ class Storage(Protocol):
     def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         """`put` of objects whose bytes lie in a few pieces of memory, such as a header and a page of someone else's.
 
-        A backend that can gather them moves them in place; here each object is copied into one buffer first.
+        A backend that can gather them moves them in place; here an object of several is copied into one buffer first.
         """
-        return self.put(names, [memoryview(b"".join(pieces)) for pieces in data])
+        return self.put(names, [pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)) for pieces in data])
 
     def touch(self, names: Sequence[str]) -> None:
         """Count these objects as used, the first as most recently: their caller uses copies that it has in memory.
@@ -224,8 +224,8 @@ def check_batch(names: Sequence[str], buffers: Sequence[memoryview]) -> None:
 def check_pieces(names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> None:
     """The same for objects in pieces, of which each has at least one."""
     assert len(names) == len(data) and all(data), "every object has at least one piece"
-    for pieces in data:
-        assert all(view.itemsize == view.ndim == 1 and view.contiguous for view in pieces), "pieces must be plain bytes"
+    plain = all(view.itemsize == view.ndim == 1 and view.contiguous for pieces in data for view in pieces)
+    assert plain, "pieces must be plain bytes"
     check_names(names)
 
 

@@ -90,7 +90,7 @@ class Breaker(Storage):
         self._failures_in_row = 0  # since a call last proved that the storage works
         self._open = self._closed = False
         self._probe_s = probe_first_s
-        self._prober: threading.Thread | None = None
+        self._prober: BackgroundCall[None] | None = None
         self._wake_prober = threading.Event()
         self._known_name: str | None = None  # an object that was there at the last proof, or by an answer before any
         self._usage = StorageUsage()
@@ -138,13 +138,7 @@ class Breaker(Storage):
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
-        return self._ask(
-            "put",
-            len(names),
-            lambda: self.inner.put(names, data),
-            [False] * len(names),
-            lambda stored: _first(names, [done or None for done in stored]),
-        )
+        return self.put_pieces(names, [(view,) for view in data])
 
     def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         check_pieces(names, data)
@@ -162,13 +156,8 @@ class Breaker(Storage):
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        return self._ask(
-            "delete",
-            len(names),
-            lambda: self.inner.delete(names),
-            [False] * len(names),
-            lambda removed: ANY_NAME if any(removed) else None,
-        )
+        no, proof = [False] * len(names), lambda removed: ANY_NAME if any(removed) else None
+        return self._ask("delete", len(names), lambda: self.inner.delete(names), no, proof)
 
     def drop(self, group: str | None = None) -> int:
         """As the protocol. StorageError while the circuit is open, as nothing is removed."""
@@ -207,7 +196,7 @@ class Breaker(Storage):
         end = time.monotonic() + self._close_s
         closed = closing.ended(self._close_s)
         if prober is not None:
-            prober.join(max(0.0, end - time.monotonic()))
+            prober.ended(max(0.0, end - time.monotonic()))
         with self._lock:
             told, self._close_told = self._close_told, self._close_told or closed
             hanging = ", ".join(sorted(call.what for call in self._in_flight)) or "its close"
@@ -299,13 +288,10 @@ class Breaker(Storage):
     def _start_probing(self) -> None:
         if self._prober is not None or not self._must_probe():  # or an earlier probe hangs, and will answer
             return
-        prober = threading.Thread(target=self._probe, name="kvarve probes a storage", daemon=True)
         try:
-            prober.start()
-        except RuntimeError as e:  # no more threads: the next call tries again
+            self._prober = BackgroundCall("kvarve probes a storage", self._probe)
+        except StorageError as e:  # no more threads: the next call tries again
             log.warning("no thread to probe a storage that is down: %s", e)
-        else:
-            self._prober = prober
 
     def _close_circuit(self) -> bool:
         if not self._open or self._closed:

@@ -8,8 +8,6 @@ needs no setting. Objects that are no records pass as they are.
 """
 
 import logging
-import mmap
-import os
 import threading
 import time
 from collections import Counter
@@ -22,7 +20,7 @@ from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.storage.base import Around, check_batch, check_pieces
 from kvarve.storage.urls import StorageUrl
-from kvarve.system.regions import HostRegion
+from kvarve.transfer.buffers import Buffers
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ class Compressed(Around):
         self.compress = compress
         self._codec: Codec | None = None if compress == OFF else codec("zstd" if compress == AUTO else compress)
         self._clock = clock
-        self._buffers = _Buffers(inner.register)
+        self._buffers = Buffers(BUFFERS, BUFFER_BYTES, inner.register)
         self._lock = threading.Lock()  # guards all below, for moments
         self.counts: Counter[str] = Counter()
         self.pools: dict[str, Pool] = {}
@@ -92,10 +90,8 @@ class Compressed(Around):
     # --- the calls that see bytes
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        if self._codec is None:
-            return self.inner.put(names, data)
         check_batch(names, data)
-        return self._put(names, [(view,) for view in data], self._codec)
+        return self.put_pieces(names, [(view,) for view in data])
 
     def put_pieces(self, names: Sequence[str], data: Sequence[Pieces]) -> list[bool]:
         if self._codec is None:
@@ -121,19 +117,16 @@ class Compressed(Around):
             pool is not None and self._wants(pool, pieces, using) for pool, pieces in zip(pools, objects, strict=True)
         ]
         largest = max((size for size, want in zip(sizes, wanted, strict=True) if want), default=0)
-        # Of one name twice in a call the first stays: then nothing may be put out of order.
-        buffer = self._buffers.take(largest + BLOCK_BYTES) if largest and len({*names}) == len(names) else None
-        if buffer is None:
-            stored = self._send(names, objects)
-            self._stored(pools, sizes, sizes, stored)
-            return stored
         stored, lengths = [False] * len(names), [*sizes]
-        try:
+        # Of one name twice in a call the first stays: then nothing may be put out of order.
+        with self._buffers.taken(largest + BLOCK_BYTES if largest and len({*names}) == len(names) else 0) as buffer:
+            if buffer is None:
+                wanted = [False] * len(names)
             # What does not fit into the buffer at once is put in several calls, the last first, so that space which
             # runs out is the first names'.
             end, calls = len(names), 0
-            while end:
-                start, room, ready = end, buffer, list[Pieces]()
+            while end or not calls:
+                start, room, ready = end, buffer or memoryview(b""), list[Pieces]()
                 while start and (not wanted[start - 1] or room.nbytes >= sizes[start - 1] + BLOCK_BYTES):
                     start -= 1
                     pieces, pool = objects[start], pools[start]
@@ -144,17 +137,12 @@ class Compressed(Around):
                 end, calls = start, calls + 1
             if calls > 1:  # a later call may have evicted what an earlier one has stored
                 stored = [done and here for done, here in zip(stored, self.inner.exists(names), strict=True)]
-        finally:
-            self._buffers.give_back(buffer)
         self._stored(pools, sizes, lengths, stored)
         return stored
 
     def _send(self, names: Sequence[str], objects: Sequence[Pieces]) -> list[bool]:
         began = self._clock()
-        if all(len(pieces) == 1 for pieces in objects):
-            stored = self.inner.put(names, [pieces[0] for pieces in objects])
-        else:
-            stored = self.inner.put_pieces(names, objects)
+        stored = self.inner.put_pieces(names, objects)
         self._note(self._putting, began, (sum(map(len, pieces)) for pieces in objects))
         return stored
 
@@ -189,12 +177,9 @@ class Compressed(Around):
             known.passed = 0 if known.on else known.passed + 1
             if known.on or known.passed % _TRIAL != 1:
                 return known.on
-        buffer = self._buffers.take(sum(map(len, pieces)) + BLOCK_BYTES)
-        if buffer is not None:
-            try:
+        with self._buffers.taken(sum(map(len, pieces)) + BLOCK_BYTES) as buffer:
+            if buffer is not None:
                 self._encode(pool, pieces, using, buffer)
-            finally:
-                self._buffers.give_back(buffer)
         return False
 
     def _pays(self, pool: Pool) -> bool:
@@ -240,43 +225,6 @@ class Compressed(Around):
         with self._lock:
             self.pools.setdefault(pool_of([into]) or "", Pool()).expanding.add(plain, took)
         return plain
-
-
-class _Buffers:
-    """Memory for what is encoded, made when it is needed first, and no more than `BUFFERS` pieces of it: a call that
-    hangs keeps its own, and a call that finds none free stores records as they are."""
-
-    def __init__(self, register: Callable[[HostRegion], None]) -> None:
-        self._left, self._register, self._process = BUFFERS, register, os.getpid()
-        self._free: list[memoryview] = []
-        self._replaced: list[memoryview] = []  # a storage may have registered them, so they stay where they are
-        self._lock = threading.Lock()
-
-    def take(self, size_bytes: int) -> memoryview | None:
-        if os.getpid() != self._process:  # after a fork they are the parent's, whose memory this process shares
-            return None
-        with self._lock:
-            if self._free:
-                buffer = self._free.pop()
-                if buffer.nbytes >= size_bytes:
-                    return buffer
-                self._replaced.append(buffer)
-            elif self._left:
-                self._left -= 1
-            else:
-                return None
-        try:
-            buffer = memoryview(mmap.mmap(-1, max(BUFFER_BYTES, size_bytes)))  # aligned for direct I/O
-        except OSError:  # no memory is left: a later call tries again
-            with self._lock:
-                self._left += 1
-            return None
-        self._register(HostRegion(buffer))
-        return buffer
-
-    def give_back(self, buffer: memoryview) -> None:
-        with self._lock:
-            self._free.append(buffer)
 
 
 def buffers_bytes(urls: Sequence[StorageUrl], record: int) -> int:

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import Any
 
 from kvarve.core.copies.effects import Refusal
 from kvarve.core.copies.in_flight import FETCH, PROBE, STORE, Edge
@@ -71,17 +70,16 @@ class StorageConnection:
         with self._lock:
             return [there and name not in self._damaged for name, there in zip(names, found, strict=True)]
 
-    def put(self, names: Sequence[str], records: Sequence[Any], *, in_pieces: bool = False) -> list[bool]:
-        put = self.storage.put_pieces if in_pieces else self.storage.put
+    def put(self, names: Sequence[str], records: Sequence[Sequence[memoryview]]) -> list[bool]:
         if self._damaged:
             with self._lock:
                 damaged = [name for name in names if name in self._damaged]
             if damaged and not self._delete(damaged):  # a put keeps what is there; the others can be stored
                 kept = [i for i, name in enumerate(names) if name not in damaged]
-                answers = put([names[i] for i in kept], [records[i] for i in kept])
+                answers = self.storage.put_pieces([names[i] for i in kept], [records[i] for i in kept])
                 stored = {i for i, done in zip(kept, answers, strict=True) if done}
                 return [i in stored for i in range(len(names))]
-        return put(names, records)
+        return self.storage.put_pieces(names, records)
 
     def delete_damaged(self, names: Sequence[str]) -> None:
         """Delete objects whose bytes are not what their names say, so that they are stored anew."""

@@ -10,7 +10,6 @@ number of buffers. The price of a read is one copy. Knows no engine.
 """
 
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.pages.keys import object_name
 from kvarve.storage import Breaker, StorageUsage, Tiers
-from kvarve.system.regions import HostRegion
+from kvarve.transfer.buffers import Buffers
 from kvarve.transfer.lanes import Ends, Lane, Outcome
 from kvarve.transfer.storage_connection import StorageConnection
 
@@ -70,42 +69,6 @@ class Kind:
 
     def name(self, key: bytes) -> str:
         return object_name(self.root or self.namespace, key, self.pool, self.rank, self.ranks)
-
-
-class Buffers:
-    """Memory for records, aligned for direct I/O and made when it is needed first."""
-
-    def __init__(self, size_bytes: int, register: Callable[[HostRegion], None]) -> None:
-        self.size_bytes, self._register = size_bytes, register
-        self._left, self._free = BUFFERS, list[memoryview]()
-        self._replaced: list[memoryview] = []  # the storage may have registered them, so they stay where they are
-        self._came_back = threading.Condition()
-
-    def take(self, size_bytes: int, within_s: float) -> memoryview | None:
-        """A buffer of at least `size_bytes`; None if none is free within the time."""
-        with self._came_back:
-            if not self._came_back.wait_for(lambda: self._free or self._left, within_s):
-                return None
-            if self._free:
-                buffer = self._free.pop()
-                if buffer.nbytes >= size_bytes:
-                    return buffer
-                self._replaced.append(buffer)
-            else:
-                self._left -= 1
-        buffer = memoryview(mmap.mmap(-1, max(size_bytes, self.size_bytes)))
-        self._register(HostRegion(buffer))
-        return buffer
-
-    def give_back(self, buffer: memoryview) -> None:
-        with self._came_back:
-            self._free.append(buffer)
-            self._came_back.notify_all()
-
-    def wait_for_all(self, within_s: float) -> bool:
-        """Wait until no call has a buffer; False if that takes longer."""
-        with self._came_back:
-            return self._came_back.wait_for(lambda: len(self._free) + self._left == BUFFERS, within_s)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -197,7 +160,7 @@ class StorageRoad:
         buffer_bytes: int = BUFFER_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.buffers = Buffers(buffer_bytes, storage.register)
+        self.buffers = Buffers(BUFFERS, buffer_bytes, storage.register)
         self.storage, self._deadline_s, self._clock = storage, deadline_s, clock
         self._ends = Ends()
         self._ends.taken = self._took
@@ -346,10 +309,7 @@ class StorageRoad:
                     pieces += sealed()
         if not begun:
             return [(0, 0) for _ in sent]
-        if all(len(each) == 1 for each in pieces):
-            answers = self._connection.put(names, [record for (record,) in pieces])
-        else:
-            answers = self._connection.put(names, pieces, in_pieces=True)
+        answers = self._connection.put(names, pieces)
         refused: Became = "no space"
         if not all(answers):
             read_only = self._connection.refusal() is Refusal.READ_ONLY

@@ -157,7 +157,9 @@ class TransferEngine:
 
     def _load(self, copy: Copy, ready: Any) -> tuple[int, int]:
         began = time.perf_counter()
-        bad = self._broken(copy.pages) if self._verify_host else 0
+        bad = 0
+        for i, page in enumerate(copy.pages if self._verify_host else ()):
+            bad |= (not self._host[page.pool].intact(page.source, page.key)) << i
         pages = {
             pool: [(page.source, page.target) for i, page in pages if not bad >> i & 1]
             for pool, pages in _by_pool(copy.pages).items()
@@ -203,7 +205,7 @@ class TransferEngine:
                     outcomes[at][0] |= 1 << i
         moved = [sent[at][1].pages[i] for at, i, count in told for _ in range(count)]  # the page of each record
         compared = self._new(connection, names, records, moved)
-        stored = connection.put(names, records) if names else []
+        stored = connection.put(names, [(record,) for record in records]) if names else []
         compared = {number: before for number, before in compared.items() if stored[number]}
         altered = self._altered_there(connection, names, records, moved, compared)
         kept_there = iter([done and number not in altered for number, done in enumerate(stored)])
@@ -316,13 +318,6 @@ class TransferEngine:
         seen = [page for good, (_, probe) in zip(found, sent, strict=True) for page in _chosen(probe.pages, good)]
         self.flows[PROBE].probed(seconds, [page for _, probe in sent for page in probe.pages], seen)
         return [(good, 0) for good in found]
-
-    def _broken(self, pages: Sequence[Page]) -> int:
-        """The pages whose host record fails its check."""
-        return sum(1 << i for i, page in enumerate(pages) if not self._intact(page))
-
-    def _intact(self, page: Page) -> bool:
-        return self._host[page.pool].intact(page.source, page.key)
 
 
 def _edge(source: Tier, target: Tier) -> tuple[str, str]:
