@@ -30,10 +30,9 @@ from behind.pages import BATCH, MIB, Pages
 from common import arguments, machine, show, watched, write_json
 from kvarve.errors import StorageError
 from kvarve.storage.breaker import Breaker
-from kvarve.storage.mooncake.client import address_of
-from kvarve.storage.mooncake.mooncake_settings import Settings
+from kvarve.storage.mooncake.client import Settings
 from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
-from kvarve.system.regions import HostRegion
+from kvarve.system.regions import HostRegion, address
 from pretend import PAGES, PROMPT_BYTES, PROMPT_TOKENS, Restore
 
 sys.path.remove(str(Path(__file__).parent))  # or this file would be taken for the library of its name
@@ -59,7 +58,7 @@ class Raw:
 
     def __init__(self, pages: Pages, storage: MooncakeStorage) -> None:
         with storage._client._entered() as raw:
-            self.addresses, self.store = [address_of(view) for view in pages.views], raw.store
+            self.addresses, self.store = [address(view) for view in pages.views], raw.store
 
     def put(self, names: list[str]) -> None:
         assert self.store.batch_put_from(names, self.addresses, [MIB] * BATCH) == [0] * BATCH

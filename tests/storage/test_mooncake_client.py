@@ -17,12 +17,12 @@ import pytest
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage
 from kvarve.storage.mooncake import client as mooncake_client
-from kvarve.storage.mooncake import mooncake_settings
-from kvarve.storage.mooncake.client import LIBRARY_PATIENCE_S, Client, address_of
-from kvarve.storage.mooncake.mooncake_settings import Settings, read_settings
+from kvarve.storage.mooncake import mooncake_backend
+from kvarve.storage.mooncake.client import LIBRARY_PATIENCE_S, Client, Settings
+from kvarve.storage.mooncake.mooncake_backend import read_settings
 from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
 from kvarve.storage.urls import parse_url
-from kvarve.system.regions import HostRegion
+from kvarve.system.regions import HostRegion, address
 from kvarve.testing.suite import put
 
 TRANSFER_FAILED, OK = -800, 0
@@ -123,7 +123,7 @@ def test_transfers_that_the_library_gave_up_on_are_over_before_the_get_returns(w
     assert first.late == []
     assert storage.get(["a"], [memory[:4096]]) == [4096]
     assert len(world.made) == 2
-    assert world.made[1].registered == [(address_of(memory), len(memory))], "the next one knows the memory too"
+    assert world.made[1].registered == [(address(memory), len(memory))], "the next one knows the memory too"
 
 
 @pytest.mark.parametrize("why", ["a transfer that was given up", "close"])
@@ -188,9 +188,9 @@ def answering(world: World, call: str, *codes: int) -> MooncakeStorage:
 
     def answer(keys: list[str], addresses: Sequence[int] = (), *_: object) -> list[int]:
         told = [codes[int(key[-1])] for key in keys]
-        for code, address in zip(told, addresses, strict=False):
+        for code, where in zip(told, addresses, strict=False):
             if code > 0:
-                ctypes.memmove(address, PAGE, code)
+                ctypes.memmove(where, PAGE, code)
         return told
 
     setattr(world.made[0], call, answer)
@@ -293,11 +293,11 @@ Read = Callable[..., Settings]
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Read:
     """The settings that a URL means in an environment."""
-    monkeypatch.setattr(mooncake_settings, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True)))
+    monkeypatch.setattr(mooncake_backend, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: True)))
 
     def read_url(text: str, **environ: str) -> Settings:
         url = parse_url(text)
-        return read_settings(url.text, url.place, url.path, url.parameters, environ)
+        return read_settings(url, environ)
 
     return read_url
 

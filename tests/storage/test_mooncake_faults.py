@@ -25,10 +25,9 @@ from mooncake_cluster import (
 from processes import until
 
 from kvarve.errors import StorageError
-from kvarve.storage.mooncake.client import Client, address_of, library
-from kvarve.storage.mooncake.mooncake_settings import Settings
+from kvarve.storage.mooncake.client import Client, Settings, library
 from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
-from kvarve.system.regions import HostRegion
+from kvarve.system.regions import HostRegion, address
 from kvarve.testing.suite import get, put, there
 
 pytestmark = pytest.mark.long  # the suite of every storage, and a library that imitates this one, are in the short form
@@ -134,8 +133,8 @@ class Watched:
         return list(self.real.batch_get_into(keys, addresses, sizes))
 
     def _check(self, addresses: list[int], sizes: list[int]) -> None:
-        for address, size in zip(addresses, sizes, strict=True):
-            assert any(start <= address and address + size <= end for start, end in self.known), "not registered"
+        for at, size in zip(addresses, sizes, strict=True):
+            assert any(start <= at and at + size <= end for start, end in self.known), "not registered"
         self.moved += addresses
 
 
@@ -250,7 +249,7 @@ def test_every_byte_that_mooncake_moves_is_registered_and_pages_are_moved_where_
     pages.blank()
     assert storage.get(pages.names, pages.views) == [PAGE] * 40
     assert pages.holds(1)
-    assert watched.moved == [address_of(view) for view in pages.views] * 2
+    assert watched.moved == [address(view) for view in pages.views] * 2
     # Other buffers go through the bounce buffer: read-only, small, large, and larger than the bounce buffer.
     objects = {"small": b"1", "none": b"", "large": bytes(9 * MIB), "other": b"o" * MIB}
     assert all(put(storage, **objects))
@@ -349,7 +348,7 @@ def test_a_put_of_what_a_dead_writer_began_is_not_taken_for_done(
         kill(writer)
     with storage._client._entered() as raw:
         data = bytearray(b"x" * 100)
-        assert raw.store.batch_put_from([key], [address_of(memoryview(data))], [100]) == [0], "it says that it is done"
+        assert raw.store.batch_put_from([key], [address(memoryview(data))], [100]) == [0], "it says that it is done"
     assert put(storage, page=b"x" * 100) == [False]
     assert get(storage, "page") is None
     assert storage.counts["not there after a put"] == 1

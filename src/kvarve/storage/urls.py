@@ -32,6 +32,7 @@ DEFAULT_CAPACITY = "10GiB"  # of a plain path; a URL says its own
 COMPRESS = ("no", "zstd", "lz4", "auto")  # a parameter of every URL, as records are encoded outside of a storage
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
+_PLACE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/@\s]+)(?::([0-9]{1,5}))?")
 _YES, _NO = ("yes", "true"), ("no", "false")
 _SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth)[^=&]*=)[^&]*", re.IGNORECASE)
 
@@ -77,10 +78,11 @@ class StorageUrl:
             raise ConfigError(f"{self.text}: {parameter} must be above zero, such as {DEFAULT_CAPACITY}")
         return size_bytes
 
-    def seconds(self, parameter: str) -> float:
-        """The time that `parameter` gives, such as 90s, 30m, 12h, 7d or 2w."""
+    def seconds(self, parameter: str) -> float | None:
+        """The time that `parameter` gives, such as 90s, 30m, 12h, 7d or 2w; None if it is not there."""
+        written = self.parameters.get(parameter)
         try:
-            return parse_time(self.parameters[parameter])
+            return None if written is None else parse_time(written)
         except ConfigError as error:
             raise ConfigError(f"{self.text}: {parameter}={error}") from None
 
@@ -95,6 +97,14 @@ class StorageUrl:
         if not written.isascii() or not written.isdigit() or len(written) > 4:
             raise ConfigError(f"{self.text}: {parameter}={written} is not a number from 1 to 9999")
         return int(written)
+
+
+def host_and_port(place: str, port: int, source: str) -> tuple[str, int]:
+    """The host of a place, an IPv6 address in brackets, and its port, or this one. ConfigError quotes the `source`."""
+    match = _PLACE.fullmatch(place)
+    if match is None or not 0 < int(match[2] or port) < 1 << 16:
+        raise ConfigError(f"{source}: {place!r} is not host:port")
+    return match[1], int(match[2] or port)
 
 
 Wrap = Callable[[Storage], Storage]

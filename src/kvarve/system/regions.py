@@ -12,6 +12,8 @@ import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from kvarve.errors import ConfigError
 from kvarve.system.orphans import locked, sweep
 
@@ -30,11 +32,18 @@ class HostRegion:
 
     @property
     def address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        return address(self.memory)
 
     @property
     def size_bytes(self) -> int:
         return self.memory.nbytes
+
+
+def address(view: memoryview) -> int:
+    """The address of memory that is not empty."""
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))  # a third of the time
 
 
 def shared_region(size_bytes: int) -> HostRegion:

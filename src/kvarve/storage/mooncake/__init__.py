@@ -2,5 +2,5 @@
 
 mooncake_storage    `MooncakeStorage`: the calls of a storage; leases, names per label, what is there and what is lost
 client              the client library: one thread per process talks to it, buffers are registered once
-mooncake_settings   what a mooncake URL may say
+mooncake_backend    what a mooncake URL may say
 """

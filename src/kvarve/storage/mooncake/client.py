@@ -4,7 +4,6 @@ Measured with version 0.3.13 (docs/decisions/0012-mooncake.md): a call after `cl
 a master blocks for 90 s; a get that the library gave up on may write later; a dead master costs seconds per call.
 """
 
-import ctypes
 import http.client
 import importlib
 import logging
@@ -14,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.mooncake.mooncake_settings import Settings
+from kvarve.system.regions import address
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,30 @@ _TURN_S = 1.0  # how long a transfer waits for the one before it, which may hang
 _KNOCK_S = 0.5  # timeout of a connection to the master's port, and of its figures
 _BUFFER_BYTES = 16 << 20  # which the library keeps for calls that we do not make; its minimum
 _CLOSED = "this storage is closed, or was opened before a fork"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to reach one master, and what this client contributes."""
+
+    master: str  # host:port
+    protocol: str = "tcp"
+    device: str = ""  # of RDMA
+    segment_bytes: int = 0  # of this process's memory, lent to all clients
+    metadata: str = "P2PHANDSHAKE"
+    hostname: str = ""  # by which the other clients reach this one; empty: the address from which it reaches the master
+    replicas: int = 1
+    soft_pin: bool = False
+    hard_pin: bool = False
+    metrics: str = ""  # host:port of the master's own figures
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return _address(self.master)
+
+    @property
+    def metrics_address(self) -> tuple[str, int]:
+        return _address(self.metrics)
 
 
 def library() -> Any:
@@ -77,9 +101,9 @@ def _turn(lock: threading.Lock) -> Iterator[None]:
             lock.release()
 
 
-def address_of(memory: memoryview) -> int:
-    """The address of a writable view; ctypes refuses a read-only one."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+def _address(place: str) -> tuple[str, int]:
+    host, _, port = place.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 class Client:
@@ -308,7 +332,7 @@ class _Raw:
         self.replication = _replication(settings)
 
     def register(self, memory: memoryview) -> None:
-        code = self.store.register_buffer(address_of(memory), memory.nbytes)
+        code = self.store.register_buffer(address(memory), memory.nbytes)
         if code != 0:
             raise StorageError(f"Mooncake cannot register {memory.nbytes} bytes of host memory ({code})")
         self.registered += 1

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_settings
-from kvarve.storage.mooncake.client import ALREADY_THERE, DAMAGED, HELD, INVALID, MISSING, NO_ROOM, Client, address_of
-from kvarve.storage.mooncake.mooncake_settings import Settings
-from kvarve.system.regions import HostRegion
+from kvarve.storage.mooncake.client import ALREADY_THERE, DAMAGED, HELD, INVALID, MISSING, NO_ROOM, Client, Settings
+from kvarve.system.regions import HostRegion, address
 
 # Objects per call into the library: enough to spread the cost of a call, and few enough that all its transfers end
 # before the library gives up on them (see mooncake_client).
@@ -219,9 +218,9 @@ class MooncakeStorage(Storage):
         for number in numbers:
             view = views[number]
             # A buffer shorter than `_EMPTY` could not receive it.
-            address = 0 if view.readonly or len(view) < len(_EMPTY) else address_of(view)
-            if address and any(start <= address and address + len(view) <= end for start, end in lent):
-                direct.append(_Buffer(number, address, len(view)))
+            start = 0 if view.readonly or len(view) < len(_EMPTY) else address(view)
+            if start and any(first <= start and start + len(view) <= end for first, end in lent):
+                direct.append(_Buffer(number, start, len(view)))
             else:
                 bounced.append(number)
         for at in range(0, len(direct), _BATCH):
@@ -238,7 +237,7 @@ class MooncakeStorage(Storage):
                     part = self._bounce[end : end + (len(data) if filled else size)]
                     if filled:
                         part[:] = data
-                    places.append(_Buffer(number, address_of(part), len(part), part))
+                    places.append(_Buffer(number, address(part), len(part), part))
                     end += -(-size // 64) * 64
                 yield places
                 del bounced[: len(places)]
@@ -258,7 +257,7 @@ class MooncakeStorage(Storage):
             return None
         with self._bounce_lock:
             self._have_bounce(size)
-            (code,) = self._client.get([key], [address_of(self._bounce)], [size])
+            (code,) = self._client.get([key], [address(self._bounce)], [size])
             if code < 0:
                 self.counts["unreadable"] += code not in MISSING | {INVALID}
                 return None

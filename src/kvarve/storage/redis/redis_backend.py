@@ -7,9 +7,8 @@ from kvarve.errors import ConfigError
 from kvarve.storage.base import Storage, check_settings
 from kvarve.storage.redis.redis_storage import RedisStorage
 from kvarve.storage.redis.servers import Settings, library
-from kvarve.storage.urls import Backend, StorageUrl
+from kvarve.storage.urls import Backend, StorageUrl, host_and_port
 
-_PLACE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/@\s]+)(?::([0-9]{1,5}))?")
 _TLS = ("tls_ca", "tls_cert", "tls_key")
 
 
@@ -38,17 +37,15 @@ def read_settings(url: StorageUrl) -> Settings:
         raise ConfigError(f"{url.text}: {wrong} is for rediss://, which encrypts")
     if url.user is not None and url.password is None:
         raise ConfigError(f"{url.text}: a user has a password, as in redis://user:password@host")
-    ttl_s = url.seconds("ttl") if "ttl" in given else None
+    ttl_s = url.seconds("ttl")
     if ttl_s == 0:
         raise ConfigError(f"{url.text}: objects that live for 0 s are never found: give a ttl above zero, such as 7d")
     host, port, socket, database = "", 6379, "", 0
     if url.place:
-        place, number = _PLACE.fullmatch(url.place), url.path.removeprefix("/") or "0"
-        if place is None or not 0 < int(place[2] or port) < 1 << 16:
-            raise ConfigError(f"{url.text}: {url.place!r} is not host:port")
+        (host, port), number = host_and_port(url.place, port, url.text), url.path.removeprefix("/") or "0"
         if not re.fullmatch("[0-9]{1,6}", number):
             raise ConfigError(f"{url.text}: the path of a redis URL is the number of a database, not {number!r}")
-        host, port, database = place[1].strip("[]"), int(place[2] or port), int(number)
+        host, database = host.strip("[]"), int(number)
     elif url.path.startswith("/") and not tls:
         socket = url.path
     else:

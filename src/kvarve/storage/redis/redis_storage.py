@@ -41,13 +41,7 @@ class RedisStorage(Storage):
         self._pid = os.getpid()
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        check_names(names)
-
-        def ask(wire: Wire, part: Sequence[int]) -> list[bool | Refused | None]:
-            wire.send([b"".join(command(b"EXISTS", self._key(names[i])) for i in part)])
-            return [self._answer(lambda: wire.number() > 0) for _ in part]
-
-        return [bool(found) for found in self._each(names, ask)]
+        return self._count(b"EXISTS", names)
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
@@ -71,14 +65,11 @@ class RedisStorage(Storage):
         return self._each(names, ask)
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        check_batch(names, data)
-        return self._put(names, [(view,) for view in data])
+        return self.put_pieces(names, [(view,) for view in data])
 
     def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         check_pieces(names, data)
-        return self._put(names, data)
 
-    def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         def ask(wire: Wire, part: Sequence[int]) -> list[bool | Refused | None]:
             pieces: list[bytes | memoryview] = []
             for i in part:
@@ -92,11 +83,9 @@ class RedisStorage(Storage):
         return [bool(stored) for stored in self._each(names, ask)]
 
     def touch(self, names: Sequence[str]) -> None:
-        check_names(names)
         self._count(b"TOUCH", names)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        check_names(names)
         return self._count(b"UNLINK", names)
 
     def drop(self, group: str | None = None) -> int:
@@ -149,6 +138,9 @@ class RedisStorage(Storage):
             raise StorageError("this storage is closed, or was opened before a fork")
 
     def _count(self, word: bytes, names: Sequence[str]) -> list[bool]:
+        """For each name, whether a command has found its key."""
+        check_names(names)
+
         def ask(wire: Wire, part: Sequence[int]) -> list[bool | Refused | None]:
             wire.send([b"".join(command(word, self._key(names[i])) for i in part)])
             return [self._answer(lambda: wire.number() > 0) for _ in part]

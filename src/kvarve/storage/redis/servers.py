@@ -56,7 +56,8 @@ class Servers:
         self._stale = settings.cluster  # the cluster's layout is not known, or not as it was
         self.closed = False
         if not settings.cluster:
-            self._pools, self._idle = [self._single().connection_pool], [[]]
+            single = self._redis.Redis(**self._options(), db=settings.database)
+            self._pools, self._idle = [single.connection_pool], [[]]
 
     def by_server(self, keys: Sequence[bytes]) -> list[tuple[int, list[int]]]:
         """Which of the keys, by their places, each server has; in a cluster, some may be at none. StorageError: no
@@ -169,9 +170,6 @@ class Servers:
                 self._idle.append([])
                 self._names.append(node.name)
             return self._names.index(node.name)
-
-    def _single(self) -> Any:
-        return self._redis.Redis(**self._options(), db=self._settings.database)
 
     def _options(self) -> dict[str, Any]:
         settings = self._settings
