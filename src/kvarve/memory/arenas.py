@@ -42,17 +42,11 @@ class DeviceArena:
         self.pool, self.slots, self.device = pool, slots, torch.device(device)
         self._parts: dict[Addresses, int] = {}  # the bytes of a slot in each
         if shared is None:
-            wholes = []
             try:
-                for buffer in pool.buffers:
-                    dtype = getattr(torch, buffer.dtype)
-                    wholes.append(torch.empty((slots, *buffer.shape), dtype=dtype, device=self.device))
+                shapes = [(slots, buffer.nbytes) for buffer in pool.buffers]
+                self._pieces = [torch.empty(shape, dtype=torch.uint8, device=self.device) for shape in shapes]
             except RuntimeError as e:
                 raise ConfigError(f"no memory on {device} for {slots} pages of {pool.name}: {e}") from e
-            self._pieces = [
-                whole.view(-1).view(torch.uint8).view(slots, buffer.nbytes)
-                for buffer, whole in zip(pool.buffers, wholes, strict=True)
-            ]
         else:
             if pool.lookback is None:
                 wheres = [(shared.reserve(slots * buffer.nbytes), 0, buffer.nbytes) for buffer in pool.buffers]

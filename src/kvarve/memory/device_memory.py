@@ -9,7 +9,7 @@ import logging
 import weakref
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,35 +20,11 @@ from kvarve.pages.sizes import format_size
 log = logging.getLogger(__name__)
 
 
-class Driver(Protocol):
-    """What a driver does with physical memory and addresses; sizes and addresses are multiples of `granule`."""
+class Driver:
+    """Physical memory and addresses of a GPU; sizes and addresses are multiples of `granule`.
 
-    granule: int
-
-    def create(self, nbytes: int) -> Any:
-        """Physical memory; ConfigError if there is not so much."""
-
-    def destroy(self, piece: Any) -> None: ...
-
-    def reserve(self, nbytes: int) -> int:
-        """Addresses, from the one that is returned on."""
-
-    def free(self, address: int, nbytes: int) -> None: ...
-
-    def map(self, address: int, nbytes: int, piece: Any) -> None:
-        """Put physical memory of these bytes behind addresses. RuntimeError: none is there then."""
-
-    def unmap(self, address: int, nbytes: int) -> None: ...
-
-    def tensor(self, address: int, nbytes: int, owner: object) -> Tensor:
-        """The addresses as bytes, of which the first have memory; `owner` lives as long as any view."""
-
-    def synchronize(self) -> None:
-        """Wait for all that the device does."""
-
-
-class CudaDriver:
-    """https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html, by the bindings that torch itself needs."""
+    https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html, by the bindings that torch itself needs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """RuntimeError, ImportError: there is no such GPU, or it has no virtual memory."""
@@ -70,6 +46,7 @@ class CudaDriver:
         self.granule = int(self._ask("cuMemGetAllocationGranularity", self._of, least))
 
     def create(self, nbytes: int) -> Any:
+        """Physical memory; ConfigError if there is not so much."""
         try:
             return self._ask("cuMemCreate", nbytes, self._of, 0)
         except RuntimeError:
@@ -83,12 +60,14 @@ class CudaDriver:
         self._ask("cuMemRelease", piece)
 
     def reserve(self, nbytes: int) -> int:
+        """Addresses, from the one that is returned on."""
         return int(self._ask("cuMemAddressReserve", nbytes, 0, 0, 0))
 
     def free(self, address: int, nbytes: int) -> None:
         self._ask("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int, piece: Any) -> None:
+        """Put physical memory of these bytes behind addresses. RuntimeError: none is there then."""
         self._ask("cuMemMap", address, nbytes, 0, piece, 0)
         try:
             self._ask("cuMemSetAccess", address, nbytes, [self._access], 1)
@@ -100,9 +79,11 @@ class CudaDriver:
         self._ask("cuMemUnmap", address, nbytes)
 
     def tensor(self, address: int, nbytes: int, owner: object) -> Tensor:
+        """The addresses as bytes, of which the first have memory; `owner` lives as long as any view."""
         return torch.as_tensor(OnGpu(address, nbytes, owner), device=self._device)
 
     def synchronize(self) -> None:
+        """Wait for all that the device does."""
         torch.cuda.synchronize(self._device)
 
     def _ask(self, call: str, *arguments: Any) -> Any:
@@ -117,7 +98,7 @@ def driver_of(device: str | torch.device) -> Driver | None:
     if torch.device(device).type != "cuda" or torch.version.hip is not None:
         return None
     try:
-        return CudaDriver(torch.device(device))
+        return Driver(torch.device(device))
     except (RuntimeError, AssertionError, ImportError) as e:
         log.warning("pools of %s cannot share its memory, which is divided once: %s", device, e)
         return None
@@ -129,43 +110,43 @@ class DeviceMemory:
     def __init__(self, nbytes: int, piece: int, driver: Driver) -> None:
         """ConfigError: there is not so much."""
         self.piece, self.driver = piece, driver
-        self._held = _Held(driver, piece)
-        self._close = weakref.finalize(self, self._held.close)
+        self._loose: list[Any] = []  # pieces behind no address
+        self._mapped: dict[int, Any] = {}  # pieces by address
+        self._addresses: list[tuple[int, int]] = []  # first, and bytes
+        self._close = weakref.finalize(self, _give_back, driver, piece, self._loose, self._mapped, self._addresses)
         self._close.atexit = False  # the system does it then
         try:
             for _ in range(nbytes // piece):
-                self._held.loose.append(driver.create(piece))
+                self._loose.append(driver.create(piece))
         except ConfigError as e:
             self._close()
             raise ConfigError(f"{format_size(nbytes)} in pieces of {format_size(piece)}: {e}") from e
 
     def reserve(self, nbytes: int) -> "Addresses":
-        return Addresses(self, -(-nbytes // self.piece) * self.piece)
+        """Addresses for whole pieces, until this object ends."""
+        nbytes = -(-nbytes // self.piece) * self.piece
+        address = self.driver.reserve(nbytes)
+        self._addresses.append((address, nbytes))
+        return Addresses(self, address, nbytes)
 
     def commit(self, address: int) -> None:
         """Put a piece of physical memory behind an address, unless it has one. RuntimeError: it has none then."""
-        if address not in self._held.mapped:
-            self.driver.map(address, self.piece, self._held.loose[-1])
-            self._held.mapped[address] = self._held.loose.pop()
+        if address not in self._mapped:
+            self.driver.map(address, self.piece, self._loose[-1])
+            self._mapped[address] = self._loose.pop()
 
     def release(self, address: int) -> None:
         """Take the piece from behind an address, if it has one. RuntimeError: it has it still."""
-        if address in self._held.mapped:
+        if address in self._mapped:
             self.driver.unmap(address, self.piece)
-            self._held.loose.append(self._held.mapped.pop(address))
-
-    def hold(self, nbytes: int) -> int:
-        """Reserve addresses, until this object ends."""
-        address = self.driver.reserve(nbytes)
-        self._held.addresses.append((address, nbytes))
-        return address
+            self._loose.append(self._mapped.pop(address))
 
 
 class Addresses:
     """`nbytes` of addresses; `tensor` is over all of them, as bytes."""
 
-    def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
-        self._memory, self._start = memory, memory.hold(nbytes)
+    def __init__(self, memory: DeviceMemory, start: int, nbytes: int) -> None:
+        self._memory, self._start = memory, start
         memory.commit(self._start)  # torch asks what is at the first one
         self.tensor = memory.driver.tensor(self._start, nbytes, memory)
         memory.release(self._start)
@@ -187,28 +168,21 @@ class Addresses:
         return range(self._start + start, self._start + stop, piece)
 
 
-class _Held:
-    """What a driver has given, to be given back."""
-
-    def __init__(self, driver: Driver, piece: int) -> None:
-        self._driver, self._piece = driver, piece
-        self.loose: list[Any] = []  # pieces behind no address
-        self.mapped: dict[int, Any] = {}  # pieces by address
-        self.addresses: list[tuple[int, int]] = []  # first, and bytes
-
-    def close(self) -> None:
-        """Give all of it back, as far as the driver takes it: on a GPU that has failed it may not."""
+def _give_back(
+    driver: Driver, piece_bytes: int, loose: list[Any], mapped: dict[int, Any], addresses: list[tuple[int, int]]
+) -> None:
+    """All that a driver has given, as far as it takes it: on a GPU that has failed it may not."""
+    with suppress(RuntimeError):
+        driver.synchronize()
+    for address in mapped:
         with suppress(RuntimeError):
-            self._driver.synchronize()
-        for address in self.mapped:
-            with suppress(RuntimeError):
-                self._driver.unmap(address, self._piece)
-        for piece in (*self.loose, *self.mapped.values()):
-            with suppress(RuntimeError):
-                self._driver.destroy(piece)
-        for address, nbytes in self.addresses:
-            with suppress(RuntimeError):
-                self._driver.free(address, nbytes)
+            driver.unmap(address, piece_bytes)
+    for piece in (*loose, *mapped.values()):
+        with suppress(RuntimeError):
+            driver.destroy(piece)
+    for address, nbytes in addresses:
+        with suppress(RuntimeError):
+            driver.free(address, nbytes)
 
 
 class OnGpu:

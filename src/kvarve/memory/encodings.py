@@ -30,7 +30,6 @@ _LENGTHS = struct.Struct(f"<{PLANES}I")
 _START = HEADER_BYTES + _LENGTHS.size
 _ENCODING = struct.Struct("<H")
 _ENCODING_AT, _STORED_AT, _STORED = 130, 144, struct.Struct("<Q")
-_POOL = slice(96, 128)
 _STEPS = 32  # of a record
 _LEAST = 0.95  # of its length: a plane that shrinks less stays as it is
 _SAMPLE_BYTES, _SAMPLE_SHARE = 4096, 16  # of a plane, compressed to see whether all of it is worth the time

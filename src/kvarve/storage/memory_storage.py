@@ -1,7 +1,8 @@
 """Objects in this process's own memory. A named one outlives its close, as a folder would: for tests and trials."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import (
@@ -66,22 +67,22 @@ class MemoryStorage(Storage):
             region.evict(region.index.victims(0) or [])
         self._region: _Region | None = region
 
-    def _open_region(self) -> _Region:
+    @contextmanager
+    def _locked(self) -> Iterator[_Region]:
         region = self._region
         if region is None:
             raise StorageError("this memory storage is closed")
-        return region
+        with region.lock:
+            yield region
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        region = self._open_region()
-        with region.lock:
+        with self._locked() as region:
             return [name in region.objects for name in names]
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
-        region = self._open_region()
-        with region.lock:
+        with self._locked() as region:
             found = [region.objects.get(name) for name in names]
             region.index.touch(names)
         for data, view in zip(found, into, strict=True):
@@ -92,10 +93,9 @@ class MemoryStorage(Storage):
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
-        region = self._open_region()
         mine: dict[str, None] = {}  # objects that this call answers for, in order
         stored = []
-        with region.lock:
+        with self._locked() as region:
             for name, view in zip(names, data, strict=True):
                 if name not in region.objects:
                     victims = region.index.victims(view.nbytes, mine)
@@ -112,25 +112,21 @@ class MemoryStorage(Storage):
 
     def touch(self, names: Sequence[str]) -> None:
         check_names(names)
-        region = self._open_region()
-        with region.lock:
+        with self._locked() as region:
             region.index.touch(names)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        region = self._open_region()
-        with region.lock:
+        with self._locked() as region:
             return _deleted(region, names)
 
     def drop(self, group: str | None = None) -> int:
         check_names([] if group is None else [group])
-        region = self._open_region()
-        with region.lock:
+        with self._locked() as region:
             return sum(_deleted(region, [name for name in region.objects if in_group(name, group)]))
 
     def usage(self) -> StorageUsage:
-        region = self._open_region()
-        with region.lock:
+        with self._locked() as region:
             return region.index.usage()
 
     def close(self) -> None:

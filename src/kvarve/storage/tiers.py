@@ -20,13 +20,14 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, in_group
 from kvarve.storage.breaker import Breaker
-from kvarve.system.background import WorkerPool
+from kvarve.system.background import BackgroundCall, WorkerPool
 from kvarve.system.regions import HostRegion
 
 log = logging.getLogger(__name__)
@@ -72,10 +73,9 @@ class _Replicator:
     deleted_in_flight: set[str] = field(default_factory=set)  # of `in_flight`; hidden from all calls
     healthy: bool = True  # the tier has not failed since it last worked; else the backlog waits
     recoveries: int = 0  # how often it came up
-    usage: StorageUsage = field(default_factory=StorageUsage)  # as the tier last answered
     ask_usage: bool = True
     busy: bool = False
-    thread: threading.Thread | None = None
+    thread: BackgroundCall[None] | None = None
 
     def has_work(self) -> bool:
         return bool(self.pending or self.ask_usage or (self.backlog and self.healthy))
@@ -83,10 +83,19 @@ class _Replicator:
 
 @dataclass(eq=False)
 class _Call:
-    """A put or get in progress, and the names deleted meanwhile, which it must not replicate."""
+    """A call in progress: the tiers' errors, and the names deleted meanwhile, which it must not replicate."""
 
+    errors: list[StorageError] = field(default_factory=list)
     deleted: set[str] = field(default_factory=set)
     dropped: list[str | None] = field(default_factory=list)  # groups; None is all
+
+    @contextmanager
+    def tries(self) -> Iterator[None]:
+        """A tier's part, which may fail: a call fails only if every tier fails."""
+        try:
+            yield
+        except StorageError as e:
+            self.errors.append(e)
 
 
 class Tiers(Storage):
@@ -126,12 +135,8 @@ class Tiers(Storage):
         self._replicators = [_Replicator(tier, WorkerPool(_EXISTS_THREADS, "kvarve asks a tier")) for tier in tiers]
         for number, replicator in enumerate(self._replicators):
             replicator.tier.changed = self._on_tier_changed
-            replicator.thread = threading.Thread(
-                target=self._replicate, args=(replicator,), name=f"kvarve replicates to tier {number}", daemon=True
-            )
-        for replicator in self._replicators:
-            assert replicator.thread is not None
-            replicator.thread.start()
+            work = partial(self._replicate, replicator)
+            replicator.thread = BackgroundCall(f"kvarve replicates to tier {number}", work)
 
     # --- for people, and for callers that skip a storage that is down
 
@@ -166,17 +171,9 @@ class Tiers(Storage):
         parts = []
         for replicator in self._replicators:
             tier = replicator.tier
-            up = tier.up
+            known = tier.known, tier.up, tier.last_error, tier.since
             with self._lock:
-                known = (
-                    replicator.usage,
-                    up,
-                    tier.last_error,
-                    tier.since,
-                    replicator.waiting_bytes,
-                    len(replicator.backlog),
-                )
-                parts.append(Part(*known))
+                parts.append(Part(*known, replicator.waiting_bytes, len(replicator.backlog)))
                 replicator.ask_usage = not self._closed
                 self._moved.notify_all()
         return parts
@@ -192,16 +189,13 @@ class Tiers(Storage):
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        self._check_open()
         found = [False] * len(names)
-        errors: list[StorageError] = []
-        for replicator in self._replicators:
-            asked = self._visible(replicator, names, [i for i, there in enumerate(found) if not there])
-            if asked:
-                with _collected(errors):
-                    for i, there in zip(asked, self._ask(replicator, [names[i] for i in asked]), strict=True):
-                        found[i] = there
-        self._raise_if_all(errors)
+        with self._ongoing() as call:
+            for replicator in self._replicators:
+                if asked := self._visible(replicator, names, [i for i, there in enumerate(found) if not there]):
+                    with call.tries():
+                        for i, there in zip(asked, self._ask(replicator, [names[i] for i in asked]), strict=True):
+                            found[i] = there
         return found
 
     def _ask(self, replicator: _Replicator, names: Sequence[str]) -> list[bool]:
@@ -231,7 +225,6 @@ class Tiers(Storage):
         good = [False] * len(names)
         bad: list[list[int]] = [[] for _ in self._replicators]  # damaged or of another size
         missed: list[list[int]] = [[] for _ in self._replicators]
-        errors: list[StorageError] = []
         with self._ongoing() as call:
             for number, replicator in enumerate(self._replicators):
                 asked = self._visible(replicator, names, [i for i, well in enumerate(good) if not well])
@@ -239,7 +232,7 @@ class Tiers(Storage):
                     continue
                 # The answer of a nearer tier stands unless this one has a good copy, so that is read into other memory.
                 views = [into[i] if sizes[i] is None else memoryview(bytearray(into[i].nbytes)) for i in asked]
-                with _collected(errors):
+                with call.tries():
                     answers = replicator.tier.get([names[i] for i in asked], views)
                     for i, view, size in zip(asked, views, answers, strict=True):
                         if size is None:
@@ -252,11 +245,12 @@ class Tiers(Storage):
                             into[i][:] = view
                         if good[i] or sizes[i] is None:
                             sizes[i] = size
-            self._raise_if_all(errors)
             if self._whole is not None:
                 for replicator, wrong, absent in zip(self._replicators, bad, missed, strict=True):
-                    self._promote(call, replicator, [(names[i], into[i]) for i in absent if good[i]], damaged=False)
-                    self._promote(call, replicator, [(names[i], into[i]) for i in wrong if good[i]], damaged=True)
+                    promoted = [(i, False) for i in absent if good[i]] + [(i, True) for i in wrong if good[i]]
+                    self._hand_on(
+                        call, replicator, [_Replication(names[i], into[i], True, damaged) for i, damaged in promoted]
+                    )
         return sizes
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
@@ -264,14 +258,13 @@ class Tiers(Storage):
         stored = [False] * len(names)
         taken: list[list[int]] = [[] for _ in self._replicators]
         rejected: list[list[int]] = [[] for _ in self._replicators]
-        errors: list[StorageError] = []
         with self._ongoing() as call:
             for number, replicator in enumerate(self._replicators):
                 asked = self._visible(replicator, names, [i for i, done in enumerate(stored) if not done])
                 if not asked or self._passed_over(replicator):
                     continue
                 up = replicator.tier.up
-                with _collected(errors):
+                with call.tries():
                     answers = replicator.tier.put([names[i] for i in asked], [data[i] for i in asked])
                     up = up and replicator.tier.up  # else it may not have looked for space
                     for i, done in zip(asked, answers, strict=True):
@@ -280,67 +273,58 @@ class Tiers(Storage):
                             taken[number].append(i)
                         elif up:
                             rejected[number].append(i)
-            self._raise_if_all(errors)
             for replicator, has, full in zip(self._replicators, taken, rejected, strict=True):
-                ended = {*has, *full}
-                self._copy(
-                    call, replicator, [(names[i], data[i]) for i in range(len(names)) if stored[i] and i not in ended]
-                )
+                left = [i for i, done in enumerate(stored) if done and i not in {*has, *full}]
+                self._hand_on(call, replicator, [_Replication(names[i], data[i]) for i in left])
         return stored
 
     def touch(self, names: Sequence[str]) -> None:
         check_names(names)
-        self._check_open()
-        errors: list[StorageError] = []
-        for replicator in self._replicators:
-            if not self._passed_over(replicator):
-                with _collected(errors):
-                    replicator.tier.touch(names)
-        self._raise_if_all(errors)
+        with self._ongoing() as call:
+            for replicator in self._replicators:
+                if not self._passed_over(replicator):
+                    with call.tries():
+                        replicator.tier.touch(names)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        self._check_open()
-        errors: list[StorageError] = []
         removed = [False] * len(names)
-        everything = list(range(len(names)))
-        asked = [self._visible(replicator, names, everything) for replicator in self._replicators]
-        with self._lock:
-            self._deleting.update({*names})
-            for replicator in self._replicators:
-                self._forget(replicator, {*names})
-        try:
-            for replicator, visible in zip(self._replicators, asked, strict=True):
-                if not visible:
-                    continue
-                with _collected(errors):
-                    for i, was in zip(visible, replicator.tier.delete([names[i] for i in visible]), strict=True):
-                        removed[i] |= was
-        finally:
-            with self._lock:  # a put that stored in one tier before this delete must not replicate it
-                self._deleting -= Counter({*names})
-                for call in self._calls:
-                    call.deleted.update(names)
-        self._raise_if_all(errors)
+        with self._ongoing() as call:
+            everything = list(range(len(names)))
+            asked = [self._visible(replicator, names, everything) for replicator in self._replicators]
+            with self._lock:
+                self._deleting.update({*names})
+                for replicator in self._replicators:
+                    self._forget(replicator, {*names})
+            try:
+                for replicator, visible in zip(self._replicators, asked, strict=True):
+                    if not visible:
+                        continue
+                    with call.tries():
+                        for i, was in zip(visible, replicator.tier.delete([names[i] for i in visible]), strict=True):
+                            removed[i] |= was
+            finally:
+                with self._lock:  # a put that stored in one tier before this delete must not replicate it
+                    self._deleting -= Counter({*names})
+                    for each in self._calls:
+                        each.deleted.update(names)
         return removed
 
     def drop(self, group: str | None = None) -> int:
         """From all; the answer is the largest of the tiers'. A tier that fails keeps its own, which a warning says."""
         check_names([] if group is None else [group])
-        self._check_open()
-        with self._lock:
-            for replicator in self._replicators:
-                known = {*replicator.pending, *replicator.backlog, *replicator.in_flight}
-                self._forget(replicator, {name for name in known if in_group(name, group)})
-            for call in self._calls:
-                call.dropped.append(group)
-        errors: list[StorageError] = []
         counts = [0]
-        for replicator in self._replicators:
-            with _collected(errors):
-                counts.append(replicator.tier.drop(group))
-        self._raise_if_all(errors)
-        for error in errors:
+        with self._ongoing() as call:
+            with self._lock:
+                for replicator in self._replicators:
+                    known = {*replicator.pending, *replicator.backlog, *replicator.in_flight}
+                    self._forget(replicator, {name for name in known if in_group(name, group)})
+                for each in self._calls:
+                    each.dropped.append(group)
+            for replicator in self._replicators:
+                with call.tries():
+                    counts.append(replicator.tier.drop(group))
+        for error in call.errors:
             log.warning("a tier keeps objects that were dropped: %s", error)
         return max(counts)
 
@@ -353,7 +337,7 @@ class Tiers(Storage):
             for replicator in self._replicators[1:]:
                 replicator.ask_usage = True
             self._moved.notify_all()
-            all_ = [first, *(replicator.usage for replicator in self._replicators[1:])]
+        all_ = [first, *(replicator.tier.known for replicator in self._replicators[1:])]
         return replace(
             first,
             lost=_total([each.lost for each in all_]),
@@ -373,7 +357,7 @@ class Tiers(Storage):
         end = time.monotonic() + self._close_s
         for replicator in self._replicators:
             assert replicator.thread is not None
-            replicator.thread.join(max(0.0, end - time.monotonic()))
+            replicator.thread.ended(max(0.0, end - time.monotonic()))
         with self._lock:
             for number, replicator in enumerate(self._replicators):
                 lost = len(replicator.pending) + len(replicator.backlog)
@@ -383,12 +367,12 @@ class Tiers(Storage):
                 if lost:
                     self.counts["dropped: closed"] += lost
                     log.warning("tier %d never got %d objects", number, lost)
-        errors: list[StorageError] = []
+        closing = _Call()
         for replicator in self._replicators:
             replicator.exists_pool.shutdown()
-            with _collected(errors):
+            with closing.tries():
                 replicator.tier.close()
-        for error in errors:
+        for error in closing.errors:
             raise error
 
     # --- a call
@@ -400,14 +384,9 @@ class Tiers(Storage):
     def _can_be(self, data: memoryview) -> bool:
         return self._whole is None or self._whole(data)
 
-    def _raise_if_all(self, errors: Sequence[StorageError]) -> None:
-        if errors:
-            self._check_open()  # else what only a tier that is closed by now has would be a miss
-        if len(errors) == len(self._replicators):
-            raise errors[0]
-
     @contextmanager
     def _ongoing(self) -> Iterator[_Call]:
+        """A call of the tiers, which raises if every tier has."""
         call = _Call()
         with self._lock:
             self._check_open()
@@ -417,6 +396,10 @@ class Tiers(Storage):
         finally:
             with self._lock:
                 self._calls.remove(call)
+        if call.errors:
+            self._check_open()  # else what only a tier that is closed by now has would be a miss
+        if len(call.errors) == len(self._replicators):
+            raise call.errors[0]
 
     def _visible(self, replicator: _Replicator, names: Sequence[str], wanted: list[int]) -> list[int]:
         """The wanted without those deleted while in flight to this tier."""
@@ -425,32 +408,23 @@ class Tiers(Storage):
         with self._lock:
             return [i for i in wanted if names[i] not in replicator.deleted_in_flight]
 
-    def _copy(self, call: _Call, replicator: _Replicator, objects: Sequence[tuple[str, memoryview]]) -> None:
-        """Replicate what was put to another tier; it joins the backlog if that tier is down or too much is pending."""
-        if not objects:
+    def _hand_on(self, call: _Call, replicator: _Replicator, replications: Sequence[_Replication]) -> None:
+        """Replicate what was put to another tier, or what came from a farther tier to this one. If the tier is down or
+        too much is pending, what was put joins its backlog."""
+        if not replications:
             return
-        recoveries = replicator.recoveries
-        up = replicator.tier.up
-        for name, view in objects:
-            if up and self._send(call, replicator, _Replication(name, view)):
+        recoveries, up = replicator.recoveries, replicator.tier.up
+        why = "behind" if up else "down"
+        for each in replications:
+            if up and self._send(call, replicator, each):
                 continue
             with self._lock:
-                if self._wanted(call, name):
-                    self.counts["backlog: behind" if up else "backlog: down"] += 1
+                if each.promotion:
+                    self.counts[f"promotion dropped: {why}"] += 1
+                elif self._wanted(call, each.name):
+                    self.counts[f"backlog: {why}"] += 1
                     replicator.healthy &= up or replicator.recoveries != recoveries
-                    self._add_to_backlog(replicator, name, view.nbytes)
-
-    def _promote(
-        self, call: _Call, replicator: _Replicator, objects: Sequence[tuple[str, memoryview]], *, damaged: bool
-    ) -> None:
-        """Replicate what came from a farther tier to this one, if it is up and not behind."""
-        if not objects:
-            return
-        up = replicator.tier.up
-        for name, view in objects:
-            if not up or not self._send(call, replicator, _Replication(name, view, promotion=True, damaged=damaged)):
-                with self._lock:
-                    self.counts[f"promotion dropped: {'behind' if up else 'down'}"] += 1
+                    self._add_to_backlog(replicator, each.name, each.data.nbytes)
 
     def _send(self, call: _Call, replicator: _Replicator, replication: _Replication) -> bool:
         """Add to the pending, with a copy of the bytes as the buffer is the caller's; False if too much is pending."""
@@ -540,8 +514,8 @@ class Tiers(Storage):
                 if replications:
                     self._deliver(replicator, replications, recoveries)
                 if ask_usage:
-                    with _collected([]):
-                        replicator.usage = replicator.tier.usage()
+                    with suppress(StorageError):
+                        replicator.tier.usage()
             except Exception:  # else this tier would get nothing any more
                 log.exception("a bug in the replication to a tier")
             self._remove_deleted_in_flight(replicator)
@@ -554,7 +528,7 @@ class Tiers(Storage):
             for other in self._replicators:
                 if other is replicator or not self._visible(other, [name], [0]):
                     continue
-                with _collected([]):
+                with suppress(StorageError):
                     if other.tier.get([name], [buffer]) == [size_bytes] and self._can_be(buffer):
                         found.append(_Replication(name, buffer, from_backlog=True))
                         break
@@ -601,9 +575,8 @@ class Tiers(Storage):
                     self._moved.notify_all()
                     return
             try:
-                replicator.tier.delete(deleted_in_flight)
-            except StorageError:  # then the copy stays visible until it is deleted again
-                pass
+                with suppress(StorageError):  # then the copy stays visible until it is deleted again
+                    replicator.tier.delete(deleted_in_flight)
             except Exception:  # as above
                 log.exception("a bug in a tier")
             with self._lock:
@@ -614,12 +587,3 @@ def _total(counts: Sequence[int | None]) -> int | None:
     """None if no storage tells."""
     told = [count for count in counts if count is not None]
     return sum(told) if told else None
-
-
-@contextmanager
-def _collected(errors: list[StorageError]) -> Iterator[None]:
-    """Collect a tier's error: a call fails only if every tier fails."""
-    try:
-        yield
-    except StorageError as e:
-        errors.append(e)
