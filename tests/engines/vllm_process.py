@@ -403,7 +403,7 @@ class Watched(Engine):
 
     def spoil_host(self) -> int:
         """Change a byte in every page in kvarve's host memory, where pools may have slots at the same address."""
-        from kvarve.storage.file.disk import address
+        from kvarve.system.regions import address
 
         spoiled = set[int]()
         for arena in self.worker.worker.host:

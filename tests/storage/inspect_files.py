@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from kvarve.storage import FileStorage
-from kvarve.storage.file.put import Put
+from kvarve.storage.file.index import Put
 from kvarve.storage.file.slabs import RowAddress, RowSpan, Slab
 from kvarve.storage.file.table import Shape
 

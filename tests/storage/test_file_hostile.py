@@ -24,14 +24,14 @@ from file_pages import NAMESPACE, Page, Quick, goes_on, intact, pages, store
 from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.table import (
     ENTRY_BYTES,
     Columns,
+    Header,
     Shape,
-    pack_header,
+    owner_of,
     read_entries,
-    unpack_header,
+    read_header,
     write_entries,
 )
 from kvarve.testing.suite import OTHER_LABEL, there
@@ -180,7 +180,7 @@ def test_a_table_of_another_length_than_its_headers_say_is_left_alone_unread(fol
         for at in (0, HUGE - ENTRY_BYTES):
             with table.open("r+b") as file:
                 file.seek(at)
-                file.write(pack_header(shape, owner_of(LABEL), 77))
+                file.write(Header(owner_of(LABEL), 77, shape).packed())
         os.truncate(table, HUGE)
         storage = opened(folder)  # in no time: 64 GiB are not read
         assert 0 not in inspect_files.slabs(storage)
@@ -206,9 +206,9 @@ def forge(folder: Path, row: int, **said) -> None:
     """Write an entry with a valid check."""
     table = model(folder) / "slab-000000.table"
     raw = table.read_bytes()
-    found = unpack_header(raw[:ENTRY_BYTES], owner_of(LABEL))
+    found = read_header(raw[:ENTRY_BYTES])
     assert found is not None
-    shape, identity = found
+    _, identity, shape = found
     at = shape.entry_at(row)
     now = read_entries(raw[at : at + ENTRY_BYTES], identity, row, shape.slot_bytes)
     name = said.pop("name", now.names[0] if now.names else "")
@@ -309,7 +309,7 @@ def test_changes_of_slabs_that_cannot_be_do_not_grow_the_file_by_which_processes
         path.write_bytes(bytes(shape.slots_bytes))
         table = bytearray(shape.table_bytes)
         for at in shape.headers_at:
-            table[at : at + 56] = pack_header(shape, owner_of(LABEL), 77)
+            table[at : at + 56] = Header(owner_of(LABEL), 77, shape).packed()
         path.with_name(path.name + ".table").write_bytes(table)
     huge(model(folder) / "changes")
     storage = opened(folder, capacity=16 * MIB)

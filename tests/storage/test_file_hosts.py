@@ -13,7 +13,7 @@ from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage, open_storage
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.file.folder import check_folder
+from kvarve.storage.file.folder import Wanted, check_folder
 from kvarve.system.mounts import mounts
 from kvarve.testing.suite import LABEL, get, put, there
 
@@ -49,7 +49,7 @@ def test_a_folder_that_another_host_has_open_is_refused_where_its_lock_is_not_se
     one, two = open_on(folder, OnHost("one", b"1")), OnHost("two", b"2")
     put(one, a=b"1")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    for call in (lambda: open_on(folder, two), lambda: check_folder(folder, MIB, LABEL, "model A", two)):
+    for call in (lambda: open_on(folder, two), lambda: check_folder(Wanted(folder, MIB, LABEL, "model A"), two)):
         with pytest.raises(StorageError, match=r"process-0: a process on host 'one'.*shared=yes"):
             call()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -12,7 +12,7 @@ from kvarve.errors import StorageError
 from kvarve.storage import FileStorage, check_storage, open_storage
 from kvarve.storage.base import Damaged
 from kvarve.storage.file import maintenance
-from kvarve.storage.file.folder import check_folder
+from kvarve.storage.file.folder import Wanted, check_folder
 from kvarve.testing.suite import LABEL, get, put
 
 MARKER = "kvarve.json"
@@ -42,7 +42,7 @@ def test_any_flipped_bit_in_the_file_that_says_the_format_costs_nothing(filled: 
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         marker.write_bytes(data)
-        check_folder(filled, MIB, LABEL, "model A", WithoutSync())
+        check_folder(Wanted(filled, MIB, LABEL, "model A"), WithoutSync())
 
 
 @pytest.mark.parametrize("how", ["a bit", "missing", "empty", "noise", "long"])
@@ -145,7 +145,7 @@ def test_a_store_of_another_version_is_refused_and_not_taken_for_a_damaged_one(f
     url = f"file://{filled}?capacity=1MiB"
     for call in (
         lambda: open_storage(url, label=LABEL, description="model A", answers=False),
-        lambda: check_folder(filled, MIB, LABEL, "model A", WithoutSync()),
+        lambda: check_folder(Wanted(filled, MIB, LABEL, "model A"), WithoutSync()),
         lambda: maintenance.models(filled),
     ):
         with pytest.raises(StorageError, match=f"another version .*{version}.*empty this folder or give another") as it:

@@ -11,7 +11,7 @@ from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage.file import maintenance
 from kvarve.storage.file.eviction_queue import LastUse
-from kvarve.storage.file.folder import check_folder
+from kvarve.storage.file.folder import Wanted, check_folder
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 CAPACITY = 512 << 10
@@ -170,7 +170,10 @@ def test_an_opening_with_another_capacity_is_refused_and_takes_nothing_from_the_
     those = names("a", 0, 50)
     assert all(storage.put(those, [memoryview(bytes(4096))] * 50))
     before = everything(folder)
-    for call in (lambda: check_folder(folder, capacity, label, "model"), lambda: opened(capacity, label, "model")):
+    for call in (
+        lambda: check_folder(Wanted(folder, capacity, label, "model")),
+        lambda: opened(capacity, label, "model"),
+    ):
         with pytest.raises(StorageError) as refusal:
             call()
         told = str(refusal.value)

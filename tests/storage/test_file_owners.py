@@ -12,7 +12,7 @@ from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
 from kvarve.storage.file import maintenance
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.folder import check_folder
+from kvarve.storage.file.folder import Wanted, check_folder
 from kvarve.testing.suite import LABEL, get, put, there
 
 PRECIOUS = bytes(range(256)) * 64
@@ -67,7 +67,7 @@ def test_a_folder_that_is_a_link_is_refused_and_nothing_is_written_behind_it(ope
     (folder / at).rename(tmp_path / "elsewhere")
     (folder / at).symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     before = everything(tmp_path / "elsewhere")
-    for call in (opened, lambda: check_folder(folder, MIB, LABEL, "model A")):
+    for call in (opened, lambda: check_folder(Wanted(folder, MIB, LABEL, "model A"))):
         with pytest.raises(StorageError, match=r"is a link, .* name what it leads to"):
             call()
     assert everything(tmp_path / "elsewhere") == before
@@ -108,7 +108,7 @@ def test_a_tree_of_another_user_may_be_read_and_is_not_changed(opened, folder, t
     for call in (
         lambda: opened(disk=AnotherUser()),
         lambda: opened(1 << 62, for_maintenance=True, disk=AnotherUser()),
-        lambda: check_folder(folder, MIB, LABEL, "model A", AnotherUser()),
+        lambda: check_folder(Wanted(folder, MIB, LABEL, "model A"), AnotherUser()),
         lambda: FileStorage(tmp_path / "empty", MIB, LABEL, "model A", disk=AnotherUser()),
     ):
         with pytest.raises(StorageError, match=r"belongs to user \d+, not to user \d+, .*: give another folder"):

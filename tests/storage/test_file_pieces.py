@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from file_disks import Open, WithoutSync
 
-from kvarve.storage.file.disk import BLOCK_BYTES, address
+from kvarve.storage.file.disk import BLOCK_BYTES
+from kvarve.system.regions import address
 from kvarve.testing.suite import get
 
 

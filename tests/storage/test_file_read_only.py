@@ -16,8 +16,8 @@ from kvarve.cli.main import main
 from kvarve.storage import FileStorage
 from kvarve.storage.file import maintenance
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.folder import check_folder
-from kvarve.storage.file.table import ENTRY_BYTES, Shape, pack_header, slot_bytes_for, unpack_header
+from kvarve.storage.file.folder import Wanted, check_folder
+from kvarve.storage.file.table import ENTRY_BYTES, Header, Shape, read_header, slot_bytes_for
 from kvarve.testing.suite import OTHER_LABEL, get, put
 
 LABEL = NAMESPACE  # so that pages are those of the model
@@ -180,10 +180,10 @@ def test_no_slab_is_larger_than_16_gib():
     for slot_bytes in (4096, MIB, 3 << 30, most):
         shape = Shape.within(slot_bytes, 1 << 50)
         assert most - slot_bytes < shape.slots_bytes <= most
-        assert unpack_header(pack_header(shape, 7, 9), 7) == (shape, 9)
+        assert read_header(Header(7, 9, shape).packed()) == (7, 9, shape)
     assert Shape.within(most + 4096, 1 << 50).slots == 0
     for beyond in (Shape(4096, (most >> 12) + 1), Shape(most + 4096, 1), Shape(4096, 0), Shape(5000, 1), Shape(0, 9)):
-        assert unpack_header(pack_header(beyond, 7, 9), 7) is None
+        assert read_header(Header(7, 9, beyond).packed()) is None
     assert slot_bytes_for(1) == 4096
 
 
@@ -198,7 +198,7 @@ MARKERS = [b"", b'{"label": "no hex", "description": ""}', b"[" * 100_000, OF_AN
 def test_a_damaged_model_hinders_no_other_models_opening_and_is_reported(store_of_two, caplog, capsys, marker):
     (store_of_two / "models" / MODEL / "model.json").write_bytes(marker)
     before = everything(store_of_two / "models" / MODEL)
-    check_folder(store_of_two, MIB, OTHER_LABEL, "model B")
+    check_folder(Wanted(store_of_two, MIB, OTHER_LABEL, "model B"))
     other = FileStorage(store_of_two, MIB, OTHER_LABEL, "model B", disk=WithoutSync())
     assert get(other, "b") == b"of model B"
     for at in range(0, 100, 10):  # as many as there is room for
@@ -220,7 +220,7 @@ def test_a_damaged_model_hinders_no_other_models_opening_and_is_reported(store_o
 def test_a_damaged_model_is_whole_again_when_it_is_opened_with_all_that_it_had(store_of_two, marker):
     path = store_of_two / "models" / MODEL / "model.json"
     path.write_bytes(marker) if marker is not None else path.unlink()
-    check_folder(store_of_two, MIB, LABEL, "model A")
+    check_folder(Wanted(store_of_two, MIB, LABEL, "model A"))
     storage = opened(store_of_two, capacity=MIB)
     assert intact(storage, pages("full", *range(12))) == set(pages("full", *range(12)))
     storage.close()

@@ -14,7 +14,7 @@ from file_pages import Quick
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import FileStorage, Storage
-from kvarve.storage.file.folder import check_folder
+from kvarve.storage.file.folder import Wanted, check_folder
 from kvarve.testing import CapacitySuite, MakeStorage, QuotaSuite, StorageSuite, TtlSuite
 from kvarve.testing.suite import LABEL, Damage, MakeAging, UrlOf, get, put, there
 from kvarve.testing.suite_use import OBJECT_BYTES
@@ -72,7 +72,7 @@ def refusal_of(folder: Path, label: bytes = LABEL) -> str:
     """The message of opening, and of checking; both change nothing."""
     before = everything(folder.parent)
     with pytest.raises(StorageError) as checked:
-        check_folder(folder, 1 << 20, label, "model B")
+        check_folder(Wanted(folder, 1 << 20, label, "model B"))
     with pytest.raises(StorageError) as opened:
         FileStorage(folder, 1 << 20, label, "model B")
     assert everything(folder.parent) == before
@@ -105,7 +105,7 @@ def test_a_regular_file_or_a_link_to_nowhere_is_no_folder(tmp_path):
     assert "is not a folder" in refusal_of(tmp_path / "file")
     assert "is a link" in refusal_of(tmp_path / "link")
     with pytest.raises(StorageError, match="is not a folder"):
-        check_folder(tmp_path / "file" / "below" / "it", 100, LABEL, "model A")
+        check_folder(Wanted(tmp_path / "file" / "below" / "it", 100, LABEL, "model A"))
     assert (tmp_path / "file").read_text() == "precious" and not (tmp_path / "nowhere").exists()
 
 

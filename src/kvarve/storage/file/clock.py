@@ -68,10 +68,7 @@ class Clock:
 def read_clock(disk: Disk, folder: Directory) -> Clock:
     """The clock of a model; nothing is written, and it may have none."""
     try:
-        file = disk.open(folder, CLOCK, read_only=True)
+        with disk.reading(folder, CLOCK) as file:
+            return Clock(disk, file)
     except OSError:
         return Clock(disk, -1)
-    try:
-        return Clock(disk, file)
-    finally:
-        disk.close(file)

@@ -17,9 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from kvarve.system.mounts import mounts
+from kvarve.system.regions import address
 
 # Other users of the machine may not read pages of prompts.
 _FILE_MODE, _FOLDER_MODE, _PARENT_MODE = 0o600, 0o700, 0o755
@@ -76,19 +75,19 @@ class Disk:
         `for_maintenance`: it may be another user's, as nothing is written.
         """
         owner = path.lstat().st_uid if for_maintenance else self.uid()
-        _require_folder(path, path.lstat(), owner)  # a clearer error than that of the next line
+        _require(path, path.lstat(), owner, folder=True)  # a clearer error than that of the next line
         return self._entered(path, os.open(path, _FOLDER_FLAGS), owner)
 
     def enter_below(self, folder: Directory, name: str) -> Directory:
         """The same for a folder in a folder."""
         path = folder.path / name
-        _require_folder(path, self.look(folder, name), folder.owner)
+        _require(path, self.look(folder, name), folder.owner, folder=True)
         return self._entered(path, os.open(name, _FOLDER_FLAGS, dir_fd=folder.file), folder.owner)
 
     def _entered(self, path: Path, file: int, owner: int) -> Directory:
         try:
             found = self.stat(file)
-            _require_folder(path, found, owner)
+            _require(path, found, owner, folder=True)
         except BaseException:  # also on an interrupt
             self.close(file)
             raise
@@ -216,15 +215,24 @@ class Disk:
                 raise NotOurs(folder.path / name, "is no regular file") from None
             raise
         try:
-            _require_file(folder, name, self.stat(file))
+            _require(folder.path / name, self.stat(file), folder.owner, folder=False)
             os.set_blocking(file, True)
         except BaseException:  # also on an interrupt
             self.close(file)
             raise
         return file
 
+    @contextmanager
+    def reading(self, folder: Directory, name: str) -> Iterator[int]:
+        """A file that is open for the block, to be read alone."""
+        file = self.open(folder, name, read_only=True)
+        try:
+            yield file
+        finally:
+            self.close(file)
+
     def _require_ours(self, folder: Directory, name: str) -> None:
-        _require_file(folder, name, self.look(folder, name))
+        _require(folder.path / name, self.look(folder, name), folder.owner, folder=False)
 
     def close(self, file: int) -> None:
         with suppress(OSError):
@@ -369,16 +377,9 @@ def objection(found: os.stat_result, owner: int, *, folder: bool) -> str:
     return ""
 
 
-def _require_folder(path: Path, found: os.stat_result, owner: int) -> None:
-    why = objection(found, owner, folder=True)
-    if why:
+def _require(path: Path, found: os.stat_result, owner: int, *, folder: bool) -> None:
+    if why := objection(found, owner, folder=folder):
         raise NotOurs(path, why)
-
-
-def _require_file(folder: Directory, name: str, found: os.stat_result) -> None:
-    why = objection(found, folder.owner, folder=False)
-    if why:
-        raise NotOurs(folder.path / name, why)
 
 
 def is_aligned(view: memoryview) -> bool:
@@ -386,10 +387,3 @@ def is_aligned(view: memoryview) -> bool:
     if view.nbytes == 0 or view.nbytes % BLOCK_BYTES:
         return False
     return address(view) % BLOCK_BYTES == 0
-
-
-def address(view: memoryview) -> int:
-    """The address of memory that is not empty."""
-    if view.readonly:
-        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))  # a third of the time

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvarve.errors import ConfigError
 from kvarve.storage.base import Storage
 from kvarve.storage.file.file_storage import FileStorage
-from kvarve.storage.file.folder import check_folder, checked_path
+from kvarve.storage.file.folder import Wanted, check_folder, checked_path
 from kvarve.storage.file.index import DEFAULT_THREADS, check_limits
 from kvarve.storage.urls import Backend, StorageUrl
 
@@ -36,7 +36,7 @@ def file_settings(url: StorageUrl) -> FileSettings:
     settings = FileSettings(
         checked_path(url.path),
         url.size_bytes("capacity") if "capacity" in given else None,
-        url.seconds("ttl") if "ttl" in given else None,
+        url.seconds("ttl"),
         url.size_bytes("quota") if "quota" in given else None,
         given.get("eviction", "lru"),
         url.whole_number("threads") if "threads" in given else DEFAULT_THREADS,
@@ -56,23 +56,10 @@ class FileBackend(Backend):
     @classmethod
     def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
         settings = file_settings(url)
-        read_only = settings.read_only
-        capacity_bytes = 0 if read_only else url.size_bytes("capacity")
-        bound = None if read_only else capacity_bytes
-        check_folder(settings.folder, bound, label, description, shared=settings.shared, read_only=read_only)
-        return lambda: FileStorage(
-            settings.folder,
-            capacity_bytes,
-            label,
-            description,
-            ttl_s=settings.ttl_s,
-            quota_bytes=settings.quota_bytes,
-            eviction=settings.eviction,
-            threads=settings.threads,
-            durable=settings.durable,
-            shared=settings.shared,
-            read_only=read_only,
-        )
+        options = vars(settings) | {"capacity_bytes": 0 if settings.read_only else url.size_bytes("capacity")}
+        directory, bound = options.pop("folder"), None if settings.read_only else options["capacity_bytes"]
+        check_folder(Wanted(directory, bound, label, description, settings.shared, settings.read_only))
+        return lambda: FileStorage(directory, label=label, description=description, **options)
 
     @classmethod
     def only_read(cls, url: StorageUrl) -> bool:

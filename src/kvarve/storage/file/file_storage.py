@@ -22,14 +22,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from operator import not_
-from pathlib import Path
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
 from kvarve.storage.file.disk import FULL, Disk
-from kvarve.storage.file.folder import Folder, Medium, ReadOnly, check_contents, check_folder, spare_bytes, tries
-from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, check_limits
-from kvarve.storage.file.put import Put
+from kvarve.storage.file.folder import (
+    Folder,
+    Medium,
+    ReadOnly,
+    Wanted,
+    check_contents,
+    check_folder,
+    checked_path,
+    spare_bytes,
+    tries,
+)
+from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, Put, check_limits
 from kvarve.storage.file.slab_allocator import AT_ONCE, SlabAllocator
 from kvarve.storage.file.slabs import Mover, RowAddress, RowSpan, Slab
 from kvarve.storage.file.table import STORED
@@ -72,15 +80,15 @@ class FileStorage(Storage):
         disk: Disk | None = None,
     ) -> None:
         check_limits(ttl_s, quota_bytes, eviction, threads)
-        self._disk, self._label, self._description = disk or Disk(), label, description
-        self._durable, self._for_maintenance = durable, for_maintenance
+        self._disk, self._durable, self._for_maintenance = disk or Disk(), durable, for_maintenance
         ttl_ns = None if ttl_s is None else int(ttl_s * 1e9)
         self._limits = Limits(capacity_bytes, eviction, ttl_ns, quota_bytes, durable)
         # Maintenance accepts any capacity.
-        self._capacity_bytes = None if for_maintenance else capacity_bytes
-        self._shared, self._read_only = shared, read_only
+        bound = None if for_maintenance or read_only else capacity_bytes
+        self._wanted = Wanted(checked_path(directory), bound, label, description, shared, read_only)
+        check_folder(self._wanted, self._disk)
         self._reading = False  # it is open to be read alone
-        self._directory = self._checked(directory)
+        self._directory = self._wanted.directory
         self._medium = Medium(self._directory)
         # To change rows a thread takes `_writing`, and `_lock` for moments. Readers need `_lock` alone, so it is not
         # held during slow work. They wait for it with `_asking` held: see `_let_readers_in`.
@@ -88,20 +96,15 @@ class FileStorage(Storage):
         self._saved_ns = 0
         self._mover = Mover(threads, self._lock, self._require_open)
         self._open = False
+        self._folder: Folder
         self._index: Index
         self._enter(make=True)
         self._open = True
         _open_here.add(self)
 
-    def _checked(self, directory: str | os.PathLike[str]) -> Path:
-        identity, capacity_bytes = (self._label, self._description), None if self._read_only else self._capacity_bytes
-        return check_folder(
-            directory, capacity_bytes, *identity, self._disk, shared=self._shared, read_only=self._read_only
-        )
-
     def _enter(self, *, make: bool) -> None:
         """Open the folder for this process, to be read alone if it has to be."""
-        if not self._read_only:
+        if not self._wanted.read_only:
             try:
                 self._enter_to_write(make=make)
             except ReadOnly as error:
@@ -113,35 +116,37 @@ class FileStorage(Storage):
 
     def _enter_to_read(self) -> None:
         with ExitStack() as undo, self._medium:
-            folder = Folder(self._disk, self._directory, self._label, self._description, make=False, read_only=True)
+            folder = Folder(self._disk, self._wanted.to_read(), make=False)
             undo.callback(folder.close)
-            check_contents(self._disk, folder.root, None, self._label, self._description, shared=True)
+            check_contents(self._disk, folder.root, folder.wanted)
             folder.look_in()
-            index = Index(self._disk, folder, self._label, self._limits)
+            index = Index(folder, self._limits)
             undo.callback(index.close)
             if folder.alone():
                 index.read_all()
             else:
                 index.refresh()
             undo.pop_all()
-        self._use(folder, index, SlabAllocator(index, self._lock, self._let_readers_in), reading=True)
+        self._use(index, SlabAllocator(index, self._lock, self._let_readers_in), reading=True)
 
-    def _use(self, folder: Folder, index: Index, allocator: SlabAllocator, *, reading: bool) -> None:
+    def _use(self, index: Index, allocator: SlabAllocator, *, reading: bool) -> None:
+        """Have all calls use these and their folder from now on, in place of those before."""
+        left: list[Index | Folder] = [self._index, self._folder] if self._open else []
         with self._lock:
             if self._open:
                 index.count_on(self._index)
-            self._folder, self._index, self._allocator, self._reading = folder, index, allocator, reading
+            self._folder, self._index, self._allocator, self._reading = index.folder, index, allocator, reading
+        for each in left:
+            each.close()
 
     def _enter_to_write(self, *, make: bool) -> None:
         with ExitStack() as undo, self._medium:
-            folder = Folder(self._disk, self._directory, self._label, self._description, make=make)
+            folder = Folder(self._disk, self._wanted, make=make)
             undo.callback(folder.close)
             with folder.mutex():
-                # The folder may have changed since the first check.
-                identity = self._label, self._description
-                check_contents(self._disk, folder.root, self._capacity_bytes, *identity, shared=self._shared)
-                folder.enter(self._capacity_bytes)
-                index = Index(self._disk, folder, self._label, self._limits)
+                check_contents(self._disk, folder.root, self._wanted)  # it may have changed since the first check
+                folder.enter()
+                index = Index(folder, self._limits)
                 index.changes.require_locks()
                 allocator = SlabAllocator(index, self._lock, self._let_readers_in)
                 if folder.alone():
@@ -166,7 +171,7 @@ class FileStorage(Storage):
                 self._saved_ns = index.clock.now_ns()
                 allocator.shrink()  # the capacity may be smaller than that of the last processes
             undo.pop_all()
-        self._use(folder, index, allocator, reading=False)
+        self._use(index, allocator, reading=False)
 
     def _require_in_place(self) -> None:
         """Raise StorageError unless the folder is still in its place, or was replaced by one that can be opened.
@@ -184,23 +189,20 @@ class FileStorage(Storage):
                 self._require_open()
                 if self._folder is not left:  # another thread was faster
                     return
-                index = self._index
-                in_flight = in_flight and bool(index.held)
+                known, in_flight = self._index.entries, in_flight and bool(self._index.held)
             if not self._reading:
                 log.warning("%s: its contents were removed or moved away from outside", self._directory)
             if in_flight:  # opened anew, their rows could be given to other objects
                 raise StorageError(f"{self._directory}: what lies in it was removed while a put was under way")
             try:
-                self._checked(self._directory)
+                check_folder(self._wanted, self._disk)
                 self._enter(make=False)
             except StorageError as error:
                 raise StorageError(
                     f"{self._directory} was removed or moved away while it was open, and cannot be opened anew: {error}"
                 ) from error
             if not self._reading:
-                self._index.lost += len(index.entries.keys() - self._index.entries.keys())
-            index.close()
-            left.close()
+                self._index.lost += len(known.keys() - self._index.entries.keys())
 
     # --- the calls
 
@@ -630,32 +632,23 @@ class FileStorage(Storage):
     def _turn_to_reading(self) -> None:
         """A write was refused: what is stored is still there to be read."""
         with self._writing:
-            with self._lock:
-                self._require_open()
-                if self._reading:  # another thread was faster
-                    return
-                left, index = self._folder, self._index
-            log.warning("%s: its file system has become read-only: nothing is stored any more", self._directory)
-            self._enter_to_read()
-            index.close()
-            left.close()
+            self._require_open_now()
+            if not self._reading:  # else another thread was faster
+                log.warning("%s: its file system has become read-only: nothing is stored any more", self._directory)
+                self._enter_to_read()
 
     def _writes_again(self) -> bool:
         """Whether a store that could only be read can be written: then it has been opened anew."""
-        if self._read_only:
+        if self._wanted.read_only:
             return False
         with self._writing:
-            with self._lock:
-                self._require_open()
-                left, index = self._folder, self._index
+            self._require_open_now()
             if self._reading:
                 try:
                     self._enter_to_write(make=False)
                 except StorageError:
                     return False
                 log.warning("%s: it can be written again", self._directory)
-                index.close()
-                left.close()
         return True
 
     # --- threads, locks, and the end
@@ -665,8 +658,7 @@ class FileStorage(Storage):
         """Exclude all other threads that change rows, and refresh the index. If that fails, the rows of `put` are
         released before another thread can seize them."""
         with self._writing:
-            with self._lock:
-                self._require_open()
+            self._require_open_now()
             index = self._index
             try:
                 with self._lock:
@@ -687,6 +679,10 @@ class FileStorage(Storage):
     def _require_open(self) -> None:
         if not self._open:
             raise StorageError(f"{self._directory}: this storage is closed, or was opened before a fork")
+
+    def _require_open_now(self) -> None:
+        with self._lock:
+            self._require_open()
 
     def _leave_folder(self) -> None:
         """Close the folder, unless a call is still filling a row: closed, the row could be given to another process."""

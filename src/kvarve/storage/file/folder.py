@@ -23,7 +23,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvarve.errors import ConfigError, StorageError
@@ -31,7 +31,6 @@ from kvarve.pages.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, Damaged, check_owner, check_settings
 from kvarve.storage.file.clock import CLOCK
 from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection
-from kvarve.storage.file.header import FORMAT, HEADER_BYTES, owner_of, read_header
 from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
 from kvarve.storage.file.processes import (
     PROCESSES,
@@ -43,6 +42,7 @@ from kvarve.storage.file.processes import (
     seen,
     take,
 )
+from kvarve.storage.file.table import ENTRY_BYTES, FORMAT, SLAB_BYTES, owner_of, read_header
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ TABLE = ".table"
 _JSON_MAX_BYTES = MARKER_BYTES  # of one JSON file
 _RESERVE_BYTES, _RESERVE_SHARE = 256 << 20, 100  # of the disk, left free for other programs
 SLABS = (1 << 15) - 1  # numbers of slabs are below this
-SLAB_BYTES = 16 << 30  # of the slots of one slab, at most
 LINE_BYTES = 128  # per slab, in the file of changes
 _SMALL_BYTES = (SLABS + 1) * LINE_BYTES
 
@@ -65,6 +64,23 @@ _ROOT_FILES = frozenset({MARKER, MARKER + _UNFINISHED, _LOCK})
 _MODEL_FILES = frozenset({_MODEL, _MODEL + _UNFINISHED, CHANGES, CLOCK})
 _MODEL_NAME = re.compile("(?:[0-9a-f]{2}){1,8}")
 _SLAB_NAME = re.compile(r"slab-([0-9]{6})(\.table)?")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A folder, and the model and settings with which it is to be opened. `capacity_bytes`: None if any is fine.
+    `shared`: locks are known to reach all processes. `read_only`: to be read alone."""
+
+    directory: Path
+    capacity_bytes: int | None
+    label: bytes
+    description: str
+    shared: bool = False
+    read_only: bool = False
+
+    def to_read(self) -> "Wanted":
+        """The same, to be read alone: as any folder is whose file system takes no writes."""
+        return replace(self, capacity_bytes=None, shared=True, read_only=True)
 
 
 @dataclass(frozen=True)
@@ -156,41 +172,28 @@ def slab_numbers(disk: Disk, folder: Directory) -> dict[int, bool]:
 # --- checks
 
 
-def check_folder(
-    directory: str | os.PathLike[str],
-    capacity_bytes: int | None,
-    label: bytes,
-    description: str,
-    disk: Disk | None = None,
-    *,
-    shared: bool = False,
-    read_only: bool = False,
-) -> Path:
-    """Raise what opening would raise, and touch nothing; returns the folder's path.
-
-    `read_only`: it is opened to be read alone, as any folder is whose file system takes no writes.
+def check_folder(wanted: Wanted, disk: Disk | None = None) -> None:
+    """Raise what opening would raise, and touch nothing.
 
     ConfigError: settings that cannot work anywhere. StorageError: the folder cannot be used, holds something else, or
-    is open with another capacity (`capacity_bytes` None: any is fine).
+    is open with another capacity.
     """
-    disk = disk or Disk()
-    check_settings(1 if capacity_bytes is None else capacity_bytes, label)
-    path = checked_path(directory)
+    disk, path = disk or Disk(), checked_path(wanted.directory)
+    check_settings(1 if wanted.capacity_bytes is None else wanted.capacity_bytes, wanted.label)
     with Medium(path), ExitStack() as closing:
         nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
         if nearest != path and not nearest.is_dir():
             raise StorageError(f"{path}: {nearest} is not a folder")
         root = closing.enter_context(disk.closing(disk.enter(path))) if nearest == path else None
-        read_only = read_only or disk.is_read_only(nearest) or (root is not None and _takes_no_writes(disk, root))
-        if not os.access(nearest, os.R_OK | os.X_OK | (0 if read_only else os.W_OK)):
-            what = "read" if read_only else "read and write (give read_only=yes to read alone what is there)"
+        if wanted.read_only or disk.is_read_only(nearest) or (root is not None and _takes_no_writes(disk, root)):
+            wanted = wanted.to_read()
+        if not os.access(nearest, os.R_OK | os.X_OK | (0 if wanted.read_only else os.W_OK)):
+            what = "read" if wanted.read_only else "read and write (give read_only=yes to read alone what is there)"
             raise StorageError(f"{path}: no permission to {what} {nearest}")
         if root is not None:
-            capacity_bytes, shared = (None, True) if read_only else (capacity_bytes, shared)
-            check_contents(disk, root, capacity_bytes, label, description, shared=shared)
-        elif read_only:
+            check_contents(disk, root, wanted)
+        elif wanted.read_only:
             raise StorageError(f"{path}: no such folder, and none can be made to be read alone")
-    return path
 
 
 def _takes_no_writes(disk: Disk, root: Directory) -> bool:
@@ -212,15 +215,7 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
     return path
 
 
-def check_contents(
-    disk: Disk,
-    root: Directory,
-    capacity_bytes: int | None,
-    label: bytes,
-    description: str,
-    *,
-    shared: bool = False,
-) -> None:
+def check_contents(disk: Disk, root: Directory, wanted: Wanted) -> None:
     """StorageError unless a folder is empty, or a store of this format in which this model can be opened."""
     there = disk.entries(root)
     if not there.keys() - _NOT_CONTENT:
@@ -229,13 +224,13 @@ def check_contents(
     if _MODELS not in there:
         return
     with disk.closing(disk.enter_below(root, _MODELS)) as models:
-        if model_name(label) in disk.entries(models):
+        if (name := model_name(wanted.label)) in disk.entries(models):
             with (
-                disk.closing(disk.enter_below(models, model_name(label))) as folder,
+                disk.closing(disk.enter_below(models, name)) as folder,
                 suppress(FileNotFoundError, Damaged),  # then `Folder.enter` writes model.json anew
             ):
-                check_owner(str(folder.path), _owner_of(disk, folder), (label, description))
-        _check_processes(disk, models, capacity_bytes, shared)
+                check_owner(str(folder.path), _owner_of(disk, folder), (wanted.label, wanted.description))
+        _check_processes(disk, models, wanted)
 
 
 def problem_of_marker(disk: Disk, root: Directory) -> str:
@@ -266,20 +261,18 @@ def owners_in(disk: Disk, folder: Directory) -> Iterator[int]:
     for name in disk.files(folder):
         if name.endswith(TABLE) and slab_file(name):
             with suppress(OSError):
-                file = disk.open(folder, name, read_only=True)
-                try:
-                    places = (0, disk.size(file) - HEADER_BYTES)
-                    read = (read_header(disk.peek(file, HEADER_BYTES, at)) for at in places if at >= 0)
+                with disk.reading(folder, name) as file:
+                    places = (0, max(0, disk.size(file) - ENTRY_BYTES))
+                    read = (read_header(disk.peek(file, ENTRY_BYTES, at)) for at in places)
                     found = next(filter(None, read), None)
-                finally:
-                    disk.close(file)
                 if found is not None:
                     yield found.owner
 
 
-def _check_processes(disk: Disk, models: Directory, capacity_bytes: int | None, shared: bool) -> None:
+def _check_processes(disk: Disk, models: Directory, wanted: Wanted) -> None:
     """StorageError if a process has another capacity: the smaller of two would evict what the other one stores; or if
-    locks may not reach all processes (not if the folder is known to be `shared`)."""
+    locks may not reach all processes."""
+    capacity_bytes = wanted.capacity_bytes
     for model in known_models(disk, models)[0]:
         with disk.closing(disk.enter_below(models, model.name)) as folder:
             for number in processes(disk, folder):
@@ -293,7 +286,7 @@ def _check_processes(disk: Disk, models: Directory, capacity_bytes: int | None, 
                         f"({theirs_bytes} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
                         f"give the same, or first end or detach the processes that have it open"
                     )
-                if not found.locked and not shared and found.is_elsewhere(disk) and not disk.is_local(folder):
+                if not found.locked and not wanted.shared and found.is_elsewhere(disk) and not disk.is_local(folder):
                     raise StorageError(
                         f"{folder.path / process_name(number)}: a process on host {found.host!r} has this folder open, "
                         f"or ended without closing it, and its lock is not seen here: if that host is down, remove "
@@ -326,52 +319,39 @@ def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, 
 
 def _owner_of(disk: Disk, folder: Directory) -> tuple[bytes, str]:
     """The label and the description of a model. FileNotFoundError: this folder has no model.json, and no slab."""
-    what_to_do = "the next process to open its model writes it anew; or remove its folder"
+    path, what_to_do = folder.path / _MODEL, "the next process to open its model writes it anew; or remove its folder"
     try:
-        content = _read_json(disk, folder, _MODEL, what_to_do, "label", "description")
-    except FileNotFoundError:
-        if slab_numbers(disk, folder):
-            raise Damaged(f"{folder.path / _MODEL} is missing, and there are slabs: {what_to_do}") from None
-        raise
-    label = bytes.fromhex(content["label"])
-    if model_name(label) != folder.path.name or len(label) > LABEL_MAX_BYTES:
-        raise Damaged(f"{folder.path / _MODEL} is damaged (its label is that of another folder): {what_to_do}")
-    owner, owners = owner_of(label), owners_in(disk, folder)
-    if next(owners, owner) != owner and owner not in owners:
-        raise Damaged(f"{folder.path / _MODEL} is damaged (its label is not that of its slabs): {what_to_do}")
-    return label, "".join(
-        each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in content["description"]
-    )
-
-
-def _read_json(disk: Disk, folder: Directory, name: str, what_to_do: str, *keys: str) -> dict[str, str]:
-    path = folder.path / name
-    try:
-        raw = _content(disk, folder, name)
+        raw = _content(disk, folder, _MODEL)
         if len(raw) > _JSON_MAX_BYTES:
             raise ValueError(f"more than {_JSON_MAX_BYTES} bytes")
         content = json.loads(raw)
-        found = {key: content[key] for key in keys}
-        for key, value in found.items():
+        written_label, description = (content[key] for key in ("label", "description"))
+        for key, value in (("label", written_label), ("description", description)):
             if not isinstance(value, str):
                 raise ValueError(f"{key} is no text")
-        bytes.fromhex(found.get("label", ""))
+        label = bytes.fromhex(written_label)
+    except FileNotFoundError:
+        if slab_numbers(disk, folder):
+            raise Damaged(f"{path} is missing, and there are slabs: {what_to_do}") from None
+        raise
     except OSError as error:
         if error.errno not in UNREADABLE:
             raise
         raise Damaged(f"{path} cannot be read ({error.strerror}): {what_to_do}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged(f"{path} is damaged ({error}): {what_to_do}") from error
-    return found
+    if model_name(label) != folder.path.name or len(label) > LABEL_MAX_BYTES:
+        raise Damaged(f"{path} is damaged (its label is that of another folder): {what_to_do}")
+    owner, owners = owner_of(label), owners_in(disk, folder)
+    if next(owners, owner) != owner and owner not in owners:
+        raise Damaged(f"{path} is damaged (its label is not that of its slabs): {what_to_do}")
+    return label, "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in description)
 
 
 def _content(disk: Disk, folder: Directory, name: str) -> bytes:
     """A small file; of a larger one, one byte more than the limit."""
-    file = disk.open(folder, name, read_only=True)
-    try:
+    with disk.reading(folder, name) as file:
         return disk.peek(file, _JSON_MAX_BYTES + 1, 0)
-    finally:
-        disk.close(file)
 
 
 def tries(directory: Path) -> Iterator[None]:
@@ -436,24 +416,15 @@ def remove_model(disk: Disk, models: Directory, name: str, why: str) -> None:
 class Folder:
     """An open folder with one open model. Changes that other processes can see are made with the `mutex` held.
 
-    `make`: create the folder if it is missing. `read_only`: nothing in it is made, locked or changed.
+    `make`: create the folder if it is missing. If it is `wanted.read_only`, nothing in it is made, locked or changed.
     """
 
     models: Directory
     model: Directory
 
-    def __init__(
-        self,
-        disk: Disk,
-        directory: Path,
-        label: bytes,
-        description: str,
-        *,
-        make: bool = True,
-        read_only: bool = False,
-    ) -> None:
-        self.disk, self.directory, self.read_only = disk, directory, read_only
-        self._label, self._description = label, description
+    def __init__(self, disk: Disk, wanted: Wanted, *, make: bool = True) -> None:
+        self.disk, self.wanted = disk, wanted
+        self.directory, self.read_only = wanted.directory, wanted.read_only
         self._files: list[int] = []
         self._warned: set[str] = set()  # names of damaged models, logged once
         self._place: tuple[str, tuple[int, int] | None]  # what shows that it is in its place, None: it is not there yet
@@ -461,16 +432,16 @@ class Folder:
         self._unchanged = False  # it is only read, and had no file of changes
         try:
             if make:
-                disk.make_root(directory)
-            self.root = disk.enter(directory)
+                disk.make_root(self.directory)
+            self.root = disk.enter(self.directory)
             self._files.append(self.root.file)
-            if not read_only:
+            if not self.read_only:
                 self._mutex = self._opened(self.root, _LOCK)
         except BaseException:  # also on an interrupt
             self.abandon()
             raise
 
-    def enter(self, capacity_bytes: int | None) -> None:
+    def enter(self) -> None:
         """Open the model for this process; with the mutex held, after `check_contents`."""
         empty = not self.disk.entries(self.root).keys() - _NOT_CONTENT
         if empty or (problem := problem_of_marker(self.disk, self.root)):
@@ -478,22 +449,21 @@ class Folder:
                 log.warning("%s: it is written anew", problem)
             self._write(self.root, MARKER, written(FORMAT))
         self.models = self._entered(self.root, _MODELS)
-        self.model = self._entered(self.models, model_name(self._label))
+        self.model = self._entered(self.models, model_name(self.wanted.label))
         try:
             _owner_of(self.disk, self.model)
         except (FileNotFoundError, Damaged) as error:
             if isinstance(error, Damaged):
                 log.warning("%s; now it is", error)
-            content = {"label": self._label.hex(), "description": self._description}
+            content = {"label": self.wanted.label.hex(), "description": self.wanted.description}
             self._write(self.model, _MODEL, (json.dumps(content, indent=1) + "\n").encode())
-        taken = (number for number in range(PROCESSES) if self._take(number, capacity_bytes))
-        self.number = next(taken, -1)
+        self.number = next(filter(self._take, range(PROCESSES)), -1)
         if self.number < 0:
             raise StorageError(f"{self.model.path}: {PROCESSES} processes have it open, more cannot")
 
     def look_in(self) -> None:
         """Open the model to be read alone. It may not be there yet: then it has no slab."""
-        place = self.root.path / _MODELS / model_name(self._label)
+        place = self.root.path / _MODELS / model_name(self.wanted.label)
         self.model, self._place = self.root, (str(place), None)
         with suppress(FileNotFoundError):
             for name in (_MODELS, place.name):
@@ -520,12 +490,12 @@ class Folder:
             return False
         return self.disk.is_there(path, identity) if identity is not None else not os.path.lexists(path)
 
-    def _take(self, number: int, capacity_bytes: int | None) -> bool:
+    def _take(self, number: int) -> bool:
         try:
             file = self._opened(self.model, process_name(number))
         except NotOurs:  # a foreign file: try the next number
             return False
-        if take(self.disk, file, capacity_bytes):
+        if take(self.disk, file, self.wanted.capacity_bytes):
             self._place = str(self.model.path / process_name(number)), self.disk.identity(file)
             self._process_file = file
             return True

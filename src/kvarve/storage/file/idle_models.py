@@ -23,6 +23,7 @@ from kvarve.storage.file.folder import (
     TABLE,
     Folder,
     Known,
+    Wanted,
     files_of_model,
     known_models,
     owners_in,
@@ -30,12 +31,11 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
-from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.index import Index, Limits
 from kvarve.storage.file.moving import rescue
 from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, Slab, unlink
-from kvarve.storage.file.table import STORED, times
+from kvarve.storage.file.table import STORED, owner_of, times
 
 log = logging.getLogger(__name__)
 
@@ -146,10 +146,11 @@ class IdleModels:
         """Move the hottest objects of slabs that are about to be removed to others of their models."""
         for name in {offer.model for offer in going if offer.slab is None} & self._known.keys():
             numbers, model = {offer.number for offer in going if offer.model == name}, self._known[name]
-            folder = Folder(self._disk, self._folder.directory, model.label, model.description, make=False)
+            wanted = Wanted(self._folder.directory, None, model.label, model.description)
+            folder = Folder(self._disk, wanted, make=False)
             try:
-                folder.enter(None)
-                index = Index(self._disk, folder, model.label, limits)
+                folder.enter()
+                index = Index(folder, limits)
                 index.begin(repair=False)
                 index.refresh()
                 leaving = [slab for slab in index.slabs.values() if slab.number in numbers and slab.lock_all()]

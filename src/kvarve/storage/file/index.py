@@ -9,8 +9,9 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import not_
 
 import numpy as np
@@ -19,13 +20,10 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import group_of
 from kvarve.storage.file.change_file import Changes
 from kvarve.storage.file.clock import CLOCK, Clock
-from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.eviction_queue import ORDERS
 from kvarve.storage.file.folder import CHANGES, Folder, slab_name, slab_numbers
-from kvarve.storage.file.header import owner_of
-from kvarve.storage.file.put import Put
 from kvarve.storage.file.slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink, without_tables
-from kvarve.storage.file.table import BROKEN, DUPLICATE, FREE, RESERVED, RETIRED, STORED, Columns, Rows, times
+from kvarve.storage.file.table import BROKEN, DUPLICATE, FREE, RESERVED, RETIRED, STORED, Columns, Rows, owner_of, times
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +55,39 @@ class Limits:
     durable: bool = True
 
 
+@dataclass(eq=False)
+class Put:
+    """One put, in one or two rounds. Objects have their numbers in the call. It may not evict what it answers for."""
+
+    names: Sequence[str] = ()
+    data: Sequence[Sequence[memoryview]] = ()
+    answers: dict[int, bool] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)  # entries of what was there already, and of what it stored
+    stored: set[RowAddress] = field(default_factory=set)
+    touched: set[Slab] = field(default_factory=set)  # of all objects that it answers for
+    of_group: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # slot bytes reserved
+    freed_bytes: int = 0  # of the disk, by slabs that it removed
+    low: bool = False  # the disk is as full as it may be, so only rows whose blocks are allocated are usable
+    full: bool = False  # the disk had no blocks for a free row, so only rows that were filled before are usable
+
+    # Of the round:
+    places: dict[int, RowAddress] = field(default_factory=dict)  # rows to be filled
+    failed: dict[int, OSError] = field(default_factory=dict)
+    moving: list[Future[OSError | None]] = field(default_factory=list)  # writes in flight
+    slabs: set[Slab] = field(default_factory=set)  # with objects that it answers for and that may not be synced yet
+    lost: dict[Slab, OSError] = field(default_factory=dict)  # slabs of which a sync failed
+    busy: set[Slab] = field(default_factory=set)  # slabs of which other processes are filling the last free rows
+    contended: bool = False  # other processes had all rows, or removed a slab
+
+    def __post_init__(self) -> None:
+        self.sizes = [sum([view.nbytes for view in pieces]) for pieces in self.data]
+
+    def begin_round(self) -> None:
+        for of_round in (self.places, self.failed, self.moving, self.slabs, self.busy, self.of_group):
+            of_round.clear()
+        self.contended = False
+
+
 def number_of(group: str) -> int:
     """A group's number in a column; for two groups with one number the names decide."""
     return zlib.crc32(group.encode()) >> 1
@@ -71,11 +102,11 @@ def _adjacent(rows: Iterable[int], gap: int = 0) -> Iterator[tuple[int, int]]:
 
 
 class Index:
-    def __init__(self, disk: Disk, folder: Folder, label: bytes, limits: Limits) -> None:
-        self.disk, self.folder, self.limits = disk, folder, limits
-        self.owner = owner_of(label)
-        self.changes = Changes(disk, folder.open(CHANGES), folder.directory)
-        self.clock = Clock(disk, folder.open(CLOCK))
+    def __init__(self, folder: Folder, limits: Limits) -> None:
+        self.disk, self.folder, self.limits = folder.disk, folder, limits
+        self.owner = owner_of(folder.wanted.label)
+        self.changes = Changes(self.disk, folder.open(CHANGES), folder.directory)
+        self.clock = Clock(self.disk, folder.open(CLOCK))
         if self.clock.damaged:
             path = folder.model.path / CLOCK
             log.warning("%s is damaged: objects count as aged by the wall clock while the store was closed", path)
@@ -313,8 +344,9 @@ class Index:
         """Drop all references to slabs, so that their files close once the last read has ended."""
         for slab in [*self.slabs.values()]:
             self.slabs.pop(slab.number)
-        for known in (self.entries, self._dirty, self._unclear, self.failed):
+        for known in (self._dirty, self._unclear, self.failed):
             known.clear()
+        self.entries = {}
 
     # --- changes
 

@@ -8,7 +8,7 @@ process beside those that use it, as its owner only. Neither adds slabs nor evic
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvarve.storage.file.file_storage import FileStorage
 from kvarve.storage.file.folder import (
     Folder,
     Medium,
+    Wanted,
     bytes_of_damaged,
     bytes_of_model,
     check_folder,
@@ -34,10 +35,9 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
-from kvarve.storage.file.header import owner_of
 from kvarve.storage.file.processes import is_in_use
 from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of, without_tables
-from kvarve.storage.file.table import BROKEN, STORED, times
+from kvarve.storage.file.table import BROKEN, STORED, owner_of, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
 _LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing
@@ -223,24 +223,22 @@ def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None =
 # --- changes
 
 
-@contextmanager
 def opened(
     directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None, shared: bool = False
-) -> Iterator[FileStorage]:
+) -> AbstractContextManager[FileStorage]:
     """Open the store beside its users. StorageError if it is another user's."""
     identity = model.label, model.description
-    storage = FileStorage(directory, _AS_LARGE_AS_IT_IS, *identity, ttl_s=ttl_s, shared=shared, for_maintenance=True)
-    try:
-        yield storage
-    finally:
-        storage.close()
+    return closing(
+        FileStorage(directory, _AS_LARGE_AS_IT_IS, *identity, ttl_s=ttl_s, shared=shared, for_maintenance=True)
+    )
 
 
 def drop_model(directory: str | os.PathLike[str], model: Model, why: str, *, shared: bool = False) -> bool:
     """Remove a model from a folder; False, and nothing is removed, while a process has it open."""
-    path, disk = check_folder(directory, None, model.label, model.description, shared=shared), Disk()
-    with Medium(path):
-        store = Folder(disk, path, model.label, model.description, make=False)
+    disk, wanted = Disk(), Wanted(checked_path(directory), None, model.label, model.description, shared)
+    check_folder(wanted, disk)
+    with Medium(wanted.directory):
+        store = Folder(disk, wanted, make=False)
         try:
             with store.mutex(), disk.closing(disk.enter_below(store.root, model.folder.parent.name)) as folders:
                 if model.label in {each.label for each in known_models(disk, folders)[0]}:

@@ -71,16 +71,13 @@ def is_locked(disk: Disk, folder: Directory, number: int) -> bool:
 def seen(disk: Disk, folder: Directory, number: int) -> Seen | None:
     """What there is of a process of this number; None if there is no such file of ours."""
     try:
-        file = disk.open(folder, process_name(number), read_only=True)
+        with disk.reading(folder, process_name(number)) as file:
+            free = disk.lock(file, wait=False, shared=True)  # else two inspections would take each other for users
+            if free:
+                disk.unlock(file)
+            raw = disk.peek(file, _CONTENT_BYTES + 1, 0)
     except (FileNotFoundError, NotOurs):
         return None
-    try:
-        free = disk.lock(file, wait=False, shared=True)  # else two inspections would take each other for users
-        if free:
-            disk.unlock(file)
-        raw = disk.peek(file, _CONTENT_BYTES + 1, 0)
-    finally:
-        disk.close(file)
     capacity, where = _CAPACITY.fullmatch(raw), _HOST.fullmatch(raw)
     return Seen(
         not free,

@@ -27,18 +27,19 @@ from kvarve.storage.file.table import (
     DUPLICATE,
     ENTRY_BYTES,
     FREE,
+    NUMBERS,
     STAMP,
     STATES,
     STORED,
     USED_AT,
     Columns,
+    Header,
     Rows,
     Shape,
     are_states,
     count_of_stored,
-    pack_header,
     read_entries,
-    unpack_header,
+    read_header,
     write_entries,
 )
 from kvarve.system.background import WorkerPool
@@ -120,7 +121,7 @@ class Slab:
             files.append(disk.open(folder, name + TABLE, create=True))
             disk.allocate(files[1], shape.table_bytes)
             for at in shape.headers_at:
-                write_all(disk, files[1], [pack_header(shape, owner, identity)], at)
+                write_all(disk, files[1], [Header(owner, identity, shape).packed()], at)
             if durable:
                 disk.sync(files[1])
                 disk.sync_folder(folder)
@@ -150,14 +151,12 @@ class Slab:
                 files.append(disk.open(folder, each, read_only=read_only))
             table, slots = files
             size_bytes = disk.size(table)
-            headers = [
-                unpack_header(disk.peek(table, ENTRY_BYTES, at), owner) if at >= 0 else None
-                for at in (0, size_bytes - ENTRY_BYTES)
-            ]
-            fitting = [header for header in headers if header and header[0].table_bytes == size_bytes]
-            if not fitting:
+            places = (0, max(0, size_bytes - ENTRY_BYTES))
+            headers = filter(None, (read_header(disk.peek(table, ENTRY_BYTES, at)) for at in places))
+            fitting = (each for each in headers if each.owner == owner and each.shape.table_bytes == size_bytes)
+            if (header := next(fitting, None)) is None:
                 raise Broken(f"neither header of its table, which has {size_bytes} bytes, is as it was written")
-            shape, identity = fitting[0]
+            shape = header.shape
             if alone and disk.size(slots) != shape.slots_bytes:
                 with suppress(OSError):
                     disk.resize(slots, shape.slots_bytes)  # lost objects fail their own checksums
@@ -169,17 +168,14 @@ class Slab:
         except BaseException:  # also on an interrupt no file stays open
             _close(disk, *files)
             raise
-        return Slab(disk, folder, number, shape, identity, table, slots, read_only=read_only)
+        return Slab(disk, folder, number, shape, header.identity, table, slots, read_only=read_only)
 
     @staticmethod
     def count_of_stored(disk: Disk, folder: Directory, number: int) -> int:
         """How many objects a slab has by its table, though neither of its headers may be intact; of a table that is
         longer than usual, those at its beginning."""
-        file = disk.open(folder, slab_name(number) + TABLE, read_only=True)
-        try:
+        with disk.reading(folder, slab_name(number) + TABLE) as file:
             return count_of_stored(disk.peek(file, _READ_TABLE_BYTES, ENTRY_BYTES))
-        finally:
-            disk.close(file)
 
     def _try_direct(self) -> None:
         """Some file systems take the flag and refuse the I/O."""
@@ -233,15 +229,9 @@ class Slab:
         at = np.array(sorted(set(rows)), np.int64)
         if not len(at):
             return
-        columns = Columns(
-            np.where(self.state[at] == STORED, np.uint8(STORED), np.uint8(FREE)),
-            self.generation[at],
-            self.length[at],
-            self.stored[at],
-            self.used[at],
-            self.uses[at],
-            [self.names[row] if self.state[row] == STORED else "" for row in at],
-        )
+        names = [self.names[row] if self.state[row] == STORED else "" for row in at]
+        columns = Columns(names=names, **{column: getattr(self, column)[at] for column in NUMBERS})
+        columns.state = np.where(columns.state == STORED, np.uint8(STORED), np.uint8(FREE))
         raw = memoryview(write_entries(columns, self.identity, at))
         begins = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), len(at)]
         for begin, end in itertools.pairwise(begins):
@@ -493,7 +483,6 @@ class Mover:
     def read(self, pieces: Sequence[RowSpan]) -> tuple[dict[int, int], dict[int, OSError]]:
         """The bytes read of each piece, and the errors, by number."""
         counts: dict[int, int] = {}
-        troubles: dict[int, OSError] = {}
 
         def read(run: list[RowSpan]) -> None:
             count = run[0].slab.read(run)
@@ -501,21 +490,24 @@ class Mover:
                 counts[piece.number] = max(0, min(count, piece.view.nbytes))
                 count -= piece.view.nbytes
 
-        for run, error in self._each(runs(pieces, self._threads), read):
-            for piece in run if error is not None else ():
-                try:
-                    counts[piece.number] = piece.slab.read([piece])
-                except OSError as its_own:
-                    troubles[piece.number] = its_own
-        return counts, troubles
+        return counts, self._move(pieces, read)
 
     def write(self, pieces: Sequence[RowSpan], moving: list[Future[OSError | None]]) -> dict[int, OSError]:
         """The errors, by number. Writes that go on if this is interrupted are in `moving`."""
+        return self._move(pieces, lambda run: run[0].slab.write(run), moving)
+
+    def _move(
+        self,
+        pieces: Sequence[RowSpan],
+        do: Callable[[list[RowSpan]], None],
+        moving: list[Future[OSError | None]] | None = None,
+    ) -> dict[int, OSError]:
+        """Move runs of pieces, and each piece of a run that fails by itself; the errors of those, by number."""
         troubles: dict[int, OSError] = {}
-        for run, error in self._each(runs(pieces, self._threads), lambda run: run[0].slab.write(run), moving=moving):
+        for run, error in self._each(runs(pieces, self._threads), do, moving=moving):
             for piece in run if error is not None else ():
                 try:
-                    piece.slab.write([piece])
+                    do([piece])
                 except OSError as its_own:
                     troubles[piece.number] = its_own
         return troubles
@@ -527,7 +519,7 @@ class Mover:
     def close(self) -> None:
         for pool in self._pools:
             pool.shutdown()
-        self._pools = []
+        self.leave_to_parent()
 
     def leave_to_parent(self) -> None:
         """In a child after fork: the threads are the parent's."""
@@ -612,12 +604,8 @@ def without_tables(disk: Disk, folder: Directory) -> str:
 
 
 def _begins_with_data(disk: Disk, folder: Directory, name: str) -> bool:
-    with suppress(OSError):
-        file = disk.open(folder, name, read_only=True)
-        try:
-            return any(disk.peek(file, _LOOK_BYTES, 0))
-        finally:
-            disk.close(file)
+    with suppress(OSError), disk.reading(folder, name) as file:
+        return any(disk.peek(file, _LOOK_BYTES, 0))
     return False
 
 

@@ -1,7 +1,7 @@
 """The table of a slab: one entry of 256 bytes for each slot. Columns and bytes; no file is known here.
 
     table   header, entries, zeros up to whole blocks, the header once more as its last 256 bytes
-    header  see `header`
+    header  magic 8, format u32, 0 u32, owner u64 (of the label), identity u64, slot bytes u64, slots u64, check u64
     entry   check u64; state u8, 0 u24, generation u32; length u64; stored u64 (ns); name 200, zeros behind; 0 u64;
             used u64 (ns), uses u64
 
@@ -11,22 +11,30 @@ check, as they change with every use: a wrong one costs a miss at most. Checks a
 by numpy. Values are accepted within bounds only: legal names, lengths that fit, counts that can be added to.
 """
 
+import hashlib
 import itertools
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvarve.storage.base import LEGAL, is_name
 from kvarve.storage.file.disk import BLOCK_BYTES
-from kvarve.storage.file.folder import SLAB_BYTES
-from kvarve.storage.file.header import HEADER_BYTES, Header, read_header
 
 Words = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 
-ENTRY_BYTES = HEADER_BYTES
+# Whatever changes in a folder so that this version cannot read it changes this number.
+_FORMAT = 3
+FORMAT = f"kvarve-slabs/{_FORMAT + 1}"
+_HEADER = struct.Struct("<8sIIQQQQ")
+_MAGIC = b"kvarveSL"
+_CHECK_BYTES = 8
+SLAB_BYTES = 16 << 30  # of the slots of one slab, at most
+
+ENTRY_BYTES = 256  # and of a header
 ENTRY_WORDS = ENTRY_BYTES // 8
 NAME_BYTES = 200
 _CHECK, _STATE, _LENGTH, _STORED, _NAME, _USED, _USES = 0, 1, 2, 3, 4, 30, 31
@@ -112,19 +120,32 @@ def slot_bytes_for(size_bytes: int) -> int:
     return max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES
 
 
-def pack_header(shape: Shape, owner: int, identity: int) -> bytes:
-    return Header(owner, identity, shape.slot_bytes, shape.slots).packed()
+class Header(NamedTuple):
+    """Of a slab. `owner`: the id of its model."""
+
+    owner: int
+    identity: int
+    shape: Shape
+
+    def packed(self) -> bytes:
+        plain = _HEADER.pack(_MAGIC, _FORMAT, 0, self.owner, self.identity, self.shape.slot_bytes, self.shape.slots)
+        return plain + hashlib.sha256(plain).digest()[:_CHECK_BYTES]
 
 
-def unpack_header(raw: bytes, owner: int) -> tuple[Shape, int] | None:
-    """A slab's shape and identity; None if this is no header, or has another model, format or an impossible shape."""
-    header = read_header(raw)
-    if header is None or header.owner != owner:
+def read_header(raw: bytes) -> Header | None:
+    """None: this is no header, or one of another format, or of an impossible shape."""
+    plain, check = raw[: _HEADER.size], raw[_HEADER.size : _HEADER.size + _CHECK_BYTES]
+    if len(check) < _CHECK_BYTES or hashlib.sha256(plain).digest()[:_CHECK_BYTES] != check:
         return None
-    slot_bytes, slots = header.slot_bytes, header.slots
-    if not slots or not slot_bytes or slot_bytes % BLOCK_BYTES or slots * slot_bytes > SLAB_BYTES:
+    magic, format_, _, owner, identity, slot_bytes, slots = _HEADER.unpack(plain)
+    if (magic, format_) != (_MAGIC, _FORMAT) or not slots or not slot_bytes or slot_bytes % BLOCK_BYTES:
         return None
-    return Shape(slot_bytes, slots), header.identity
+    return Header(owner, identity, Shape(slot_bytes, slots)) if slots * slot_bytes <= SLAB_BYTES else None
+
+
+def owner_of(label: bytes) -> int:
+    """The id of a model in the headers of its tables."""
+    return int.from_bytes(hashlib.sha256(label).digest()[:8], "little")
 
 
 @dataclass
@@ -141,15 +162,11 @@ class Columns:
 
     def only(self, rows: npt.NDArray[np.bool_]) -> "Columns":
         """Some of these entries."""
-        return Columns(
-            self.state[rows],
-            self.generation[rows],
-            self.length[rows],
-            self.stored[rows],
-            self.used[rows],
-            self.uses[rows],
-            list(itertools.compress(self.names, rows[self.state == STORED].tolist())),
-        )
+        names = list(itertools.compress(self.names, rows[self.state == STORED].tolist()))
+        return Columns(names=names, **{column: getattr(self, column)[rows] for column in NUMBERS})
+
+
+NUMBERS = ("state", "generation", "length", "stored", "used", "uses")  # the columns of numbers
 
 
 def read_entries(
