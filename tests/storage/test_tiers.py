@@ -64,12 +64,12 @@ def test_a_tier_that_was_down_gets_its_backlog(row: Row, number: int) -> None:
     assert read(row.storage, "a") == page("a")
     row.settle()
     assert row.has(number, "a", "b") == ""
-    assert row.storage.counts["backlog: down"] == 2 == row.storage.parts()[number].backlog
+    assert row.storage.counts["backlog: down"] == 2 == row.backlogs()[number]
     row.storage.delete(["b"])
     row.come_up(number)
     row.settle()
     assert row.has(number, "a", "b") == "a"
-    assert [part.backlog for part in row.storage.parts()] == [0, 0]
+    assert row.backlogs() == [0, 0]
 
 
 def test_of_a_backlog_the_oldest_name_is_dropped_if_it_is_too_long_and_those_that_are_gone(make_row: MakeRow) -> None:
@@ -186,12 +186,12 @@ def test_a_tier_that_is_behind_gets_a_backlog_instead_of_filling_memory(make_row
     row.put("first")
     row.sick[1].wait_for_stalled_call()
     assert row.put("a", "b", "c", "d") == [True] * 4
-    assert [part.waiting_bytes for part in row.storage.parts()] == [0, 80]
+    assert row.waiting_bytes() == [0, 80]
     assert row.storage.counts["backlog: behind"] == 2
     row.sick[1].release()
     row.settle()
     assert row.has(1, *"abcd") == "a b c d"
-    assert [part.waiting_bytes for part in row.storage.parts()] == [0, 0]
+    assert row.waiting_bytes() == [0, 0]
 
 
 def test_an_object_larger_than_may_wait_waits_alone(make_row: MakeRow) -> None:
@@ -210,13 +210,13 @@ def test_what_one_tier_has_no_room_for_another_takes(make_row: MakeRow) -> None:
     assert row.put("a") == [True]
     row.settle()
     assert (row.has(0, "a"), row.has(1, "a")) == ("", "a")
-    assert [part.backlog for part in row.storage.parts()] == [0, 0]
+    assert row.backlogs() == [0, 0]
     assert make_row((30, 30)).put("a") == [False]
     far = make_row((ROOM, 30))
     assert far.put("a") == [True]
     far.settle()
     assert far.storage.counts["dropped: no space"] == 1
-    assert [part.backlog for part in far.storage.parts()] == [0, 0]
+    assert far.backlogs() == [0, 0]
 
 
 def test_a_put_raises_when_every_tier_does_and_is_a_miss_when_all_are_down(row: Row) -> None:

@@ -93,16 +93,17 @@ def test_each_tier_can_be_looked_at_also_while_one_hangs(make_row: MakeRow) -> N
     row = make_row((ROOM, 1000))
     row.put("a")
     row.settle()
-    row.storage.parts()
-    row.settle()
     assert row.storage.usage() == StorageUsage(1, 40, ROOM, 0)
-    assert [part.usage for part in row.storage.parts()] == [StorageUsage(1, 40, ROOM, 0), StorageUsage(1, 40, 1000, 0)]
+    row.settle()
+    known = [StorageUsage(1, 40, ROOM, 0), StorageUsage(1, 40, 1000, 0)]
+    assert [tier.known for tier in row.storage.tiers] == known
     row.sick[1].stall()
-    assert [part.usage.objects for part in row.storage.parts()] == [1, 1]
+    assert row.storage.usage().objects == 1
+    assert [tier.known for tier in row.storage.tiers] == known
     row.sick[1].release()
     row.settle()
     row.go_down(1)
-    assert [part.up for part in row.storage.parts()] == [True, False]
+    assert [tier.up for tier in row.storage.tiers] == [True, False]
     assert row.storage.last_error == "tier 1: exists: injected: the backend is dead, exists did 0 of 1"
     assert row.storage.since == row.breakers[1].since
 
@@ -211,7 +212,7 @@ def test_any_history_of_calls_and_faults_gives_back_what_was_put_or_nothing() ->
                 assert self.row.put("page-0", "page-1") == [True, True]
                 self.row.settle()
                 assert [self.row.has(number, "page-0", "page-1") for number in range(3)] == ["page-0 page-1"] * 3
-                assert all(part.waiting_bytes == part.backlog == 0 for part in self.row.storage.parts())
+                assert not any(self.row.backlogs() + self.row.waiting_bytes())
 
             finally:
                 self.row.close()
@@ -253,10 +254,10 @@ def test_threads_on_failing_tiers_get_what_was_put_or_nothing() -> None:
     row.recover()
     names = [f"page-{i}" for i in range(60)]
     row.storage.delete(names)
-    row.storage.parts()
+    row.storage.usage()
     row.settle()
     assert row.storage.exists(names) == [False] * 60
-    assert [part.usage.bytes for part in row.storage.parts()] == [0, 0], f"seed {seed}"
+    assert [tier.known.bytes for tier in row.storage.tiers] == [0, 0], f"seed {seed}"
     row.close()
 
 

@@ -89,6 +89,13 @@ class Row:
     def settle(self) -> None:
         assert self.storage.settle(LONG_S)
 
+    def backlogs(self) -> list[int]:
+        """How many objects each tier gets once it is up and not behind."""
+        return [len(each.backlog) for each in self.storage._replicators]
+
+    def waiting_bytes(self) -> list[int]:
+        return [each.waiting_bytes for each in self.storage._replicators]
+
     def go_down(self, number: int) -> None:
         """Notice it by a call of its own."""
         self.sick[number].dead = True

@@ -37,18 +37,6 @@ _EXISTS_THREADS = 3  # of each tier
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tier, for people. `backlog`: how many objects it will get once it is up and not behind."""
-
-    usage: StorageUsage
-    up: bool
-    last_error: str
-    since: float
-    waiting_bytes: int
-    backlog: int
-
-
-@dataclass(frozen=True)
 class _Replication:
     """An object to be written to a tier in the background."""
 
@@ -103,7 +91,7 @@ class Tiers(Storage):
 
     exists: in any. get: from the first that has it in the buffer's size and whole; if none has, what the first that
     has anything answers. put: True as soon as one tier has it; the others get it later. delete, drop: from all. usage:
-    of the first; `parts` has all. A call raises when every tier raised.
+    of the first. A call raises when every tier raised.
 
     `whole(record)` tells whether bytes can be what was put. A copy that fails it is read from the next tier and then
     repaired; without it copies are not judged, and none is promoted. `changed` is called when any tier has gone down or
@@ -165,18 +153,6 @@ class Tiers(Storage):
     def since(self) -> float:
         """When a tier last went down or up."""
         return max(replicator.tier.since for replicator in self._replicators)
-
-    def parts(self) -> list[Part]:
-        """Each tier, nearest first. Its usage is as of the previous call, since a tier that hangs cannot answer."""
-        parts = []
-        for replicator in self._replicators:
-            tier = replicator.tier
-            known = tier.known, tier.up, tier.last_error, tier.since
-            with self._lock:
-                parts.append(Part(*known, replicator.waiting_bytes, len(replicator.backlog)))
-                replicator.ask_usage = not self._closed
-                self._moved.notify_all()
-        return parts
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no tier has work that it can do; False if that takes longer."""
@@ -329,8 +305,9 @@ class Tiers(Storage):
         return max(counts)
 
     def usage(self) -> StorageUsage:
-        """Of the first tier, as the others hold partly the same objects; `parts` has all. What is lost and damaged is
-        that of all, and of the others as of the previous call; `read_only` if all are."""
+        """Of the first tier, as the others hold partly the same objects; each has its own by `Breaker.known`. What is
+        lost and damaged is that of all, and of the others as of the previous call, since a tier that hangs cannot
+        answer; `read_only` if all are."""
         self._check_open()
         first = self._replicators[0].tier.usage()
         with self._lock:
