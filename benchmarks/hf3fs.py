@@ -1,6 +1,6 @@
 """How near to the calls of the file system does kvarve come with a store on 3FS, and what does its metadata cost?
 
-    .venv/bin/python benchmarks/hf3fs.py [--quick] [--json FILE] [--only pages embedded redis postgresql]
+    .venv/bin/python benchmarks/hf3fs.py [--quick] [--json FILE] [--only pages embedded redis]
 
 Pages: 1 MiB each, 32 a batch, all ways in each batch, in any order; each figure is the median. Two engines:
 
@@ -13,8 +13,8 @@ its pages lie as far from each other as slots do. Its reads do not come from thi
 a storage is asked for pages that this machine does not have. Beside them, and in no ratio: pages that adjoin each
 other, which the kernel reads ahead; those of a prompt lie in any slots. Needs bindfs, and root to mount.
 
-Metadata: lookups of 128 names and what else a server asks (`behind/metadata.py`), of stores of 10,000 and of a million
-objects, over Unix sockets: of the server of this machine, and of Redis and PostgreSQL where they are installed.
+Metadata: lookups of 128 names and what else a server asks (`behind/metadata.py`), of stores of 10,000 and a million
+objects: of a process that is alone with its store, and of a map in a Redis over a Unix socket, where that is installed.
 """
 
 import os
@@ -36,8 +36,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "storage"))
 from hf3fs_mounts import Bindfs
 
 from behind import metadata
-from behind.metadata_postgres import Postgres
-from behind.metadata_redis import Redis
 from behind.pages import BATCH, MIB, Pages
 from common import arguments, machine, show, watched, write_json
 from kvarve.storage.hf3fs.hf3fs_backend import Settings, open_hf3fs
@@ -131,8 +129,8 @@ def moves(size: Size) -> tuple[list[dict[str, Any]], dict[str, float]]:
         below.mkdir()
         emulator = Emulator(below, threads=8, direct=True)
         settings = {"capacity_bytes": 1 << 30, "quota_bytes": None, "threads": 8}
-        posix = Settings(mount.mount / "ours", engine="posix", metadata="memory:posix", **settings)
-        usrbio = Settings(below / "ours", engine="usrbio", metadata="memory:usrbio", **settings)
+        posix = Settings(mount.mount / "ours", engine="posix", metadata=None, **settings)
+        usrbio = Settings(below / "ours", engine="usrbio", metadata=None, **settings)
         opened = [
             open_hf3fs(posix, b"bench"),
             open_hf3fs(usrbio, b"bench", emulator),
@@ -182,19 +180,9 @@ def over(seconds: dict[tuple[str, str, str], list[float]], engine: str, what: st
     return median(a / b for a, b in zip(min(alike.values(), key=median), ours, strict=True))
 
 
-def services() -> dict[str, Callable[[Path], metadata.Service]]:
-    """The server of this machine, and others where they are installed."""
-    found: dict[str, Callable[[Path], metadata.Service]] = {"embedded": metadata.Local}
-    if which("redis-server") and find_spec("redis"):
-        found["redis"] = Redis
-    if which("postgres") and find_spec("psycopg"):
-        found["postgresql"] = Postgres
-    return found
-
-
 def main() -> int:
     parser = arguments((__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="PART", help="of: pages, embedded, redis, postgresql")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="of: pages, embedded, redis")
     args = parser.parse_args()
     about, rows, ratios = machine(), dict[str, list[dict[str, Any]]](), dict[str, float]()
     if not args.only or "pages" in args.only:
@@ -205,11 +193,10 @@ def main() -> int:
         show(f"{BATCH} pages of 1 MiB a batch; median of {size.batches} batches", rows["pages"])
     asked = metadata.QUICK if args.quick else metadata.Size()
     with tempfile.TemporaryDirectory(prefix="kvarve-bench-") as name:
-        Path(name).chmod(0o755)  # PostgreSQL is another user
-        for service, make in services().items():
-            if not args.only or service in args.only:
-                rows[service] = metadata.rows_of(service, make, Path(name), asked)
-                show(f"{service}: {asked.calls} of each call", rows[service])
+        for what in ("embedded", *(("redis",) if which("redis-server") and find_spec("redis") else ())):
+            if not args.only or what in args.only:
+                rows[what] = metadata.rows_of(what, Path(name), asked)
+                show(f"{what}: {asked.calls} of each call", rows[what])
     if "embedded" in rows:
         ratios |= metadata.ratios_of(rows["embedded"])
     for ratio, value in ratios.items():

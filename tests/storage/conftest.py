@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from file_disks import MIB, Open, WithoutSync
 from file_pages import Quick
-from hf3fs_server import Local
 from tier_rows import LONG_S, MakeRow, Row
 
 import kvarve.cli.storage_commands  # noqa: F401  whichever test first runs a command would pay for it
@@ -98,12 +97,3 @@ def make_row() -> Iterator[MakeRow]:
 @pytest.fixture
 def row(make_row: MakeRow) -> Row:
     return make_row()
-
-
-@pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
-    """Metadata servers of a store of this machine."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    local = Local(tmp_path)
-    yield local
-    local.close()

@@ -1,6 +1,5 @@
-"""Stores on 3FS for tests: a folder, metadata in this process whose clock is ours, and an engine. No tests here."""
+"""Stores on 3FS for tests: a folder, a clock that is ours, and an engine. No tests here."""
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -8,15 +7,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hf3fs_laws import entries
+from processes import PATIENCE_S
 
 from kvarve.storage import Storage
 from kvarve.storage.file.disk import Disk
+from kvarve.storage.hf3fs import stores as stores_module
 from kvarve.storage.hf3fs.hf3fs_backend import Settings, open_hf3fs
 from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs.metadata.entries import Entry
-from kvarve.storage.hf3fs.metadata.memory_metadata import named_table
-from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES, file_name, offset, owner_of
+from kvarve.storage.hf3fs.owner import Owner
+from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES, Slot, file_name, hash_of
 from kvarve.testing.suite import LABEL, Damage
 from kvarve.testing.suite_use import OBJECT_BYTES
 
@@ -25,7 +24,7 @@ class Clock:
     """Stands still until a test moves it."""
 
     def __init__(self) -> None:
-        self.now = time.monotonic() + 1000.0
+        self.now = time.time() + 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -33,27 +32,24 @@ class Clock:
 
 SLOT_BYTES = 8192  # of an object of up to 4,096 bytes
 CAPACITY_BYTES = 64 << 20
-_numbers = itertools.count()
+RESERVED, STORED, RESTING = "reserved", "stored", "resting"
 
 
 class Stores:
-    """Opens storages in folders below one, each folder with metadata of its own, and closes them."""
+    """Opens storages in folders below one, and closes them. `library`: of USRBIO; None: the POSIX engine."""
 
     def __init__(self, folder: Path, library: Any = None) -> None:
-        self.folder, self.library, self._number = folder, library, next(_numbers)
+        self.folder, self.library = folder, library
         self.clock = Clock()
         self.opened: list[tuple[str, Hf3fsStorage]] = []
 
-    def name(self, place: str = "here") -> str:
-        return f"{self._number}-{place}"
-
-    def table(self, place: str = "here") -> Any:
-        """What the metadata of a place decides by, and its lock and clock."""
-        return named_table(self.name(place), CAPACITY_BYTES, None)
+    def owner(self, place: str = "here") -> Owner:
+        """What this process has of a place."""
+        return next(it._owner for its, it in reversed(self.opened) if its == place)
 
     def stop_the_clock(self) -> None:
-        """From now on the metadata's time is ours."""
-        self.table().clock = self.clock
+        """From now on the time is ours."""
+        self.owner().clock = self.clock
 
     def open(
         self,
@@ -65,28 +61,49 @@ class Stores:
         disk: Disk | None = None,
         **more: Any,
     ) -> Hf3fsStorage:
-        given = {"quota_bytes": None, "engine": "posix", "threads": 4, "metadata": f"memory:{self.name(place)}"}
+        given = {"quota_bytes": None, "engine": "posix", "threads": 4, "metadata": None}
         settings = Settings(self.folder / place, capacity_bytes, **(given | more))
         self.opened.append((place, open_hf3fs(settings, label, self.library, disk)))
         return self.opened[-1][1]
 
-    def entries(self, place: str = "here") -> list[Entry]:
-        return entries(self.table(place).table)
+    def slots(self, place: str = "here") -> Counter[str]:
+        """How many slots are reserved, have an object, and rest."""
+        table = self.owner(place).table
+        taken = [entry for file in table.files.values() for entry in file.slots if entry is not None]
+        resting = sum(until > self.owner(place).clock() for until, _, _ in table._resting)
+        return Counter(STORED if entry.live else RESERVED for entry in taken) + Counter({RESTING: resting})
 
-    def slots(self, place: str = "here") -> Counter[int]:
-        """How many slots are reserved, committed and in quarantine."""
-        return Counter(entry.state for entry in self.entries(place))
+    def where(self, name: str, place: str = "here", label: bytes = LABEL) -> Slot:
+        """The slot of an object."""
+        ((slot, *_),) = self.owner(place).places(hash_of(label), [name])
+        return slot
+
+    def path(self, name: str, place: str = "here") -> Path:
+        """The file that has an object."""
+        return self.folder / place / file_name(self.where(name, place).extent)
 
     def write(self, name: str, at: int, data: bytes, *, label: bytes = LABEL, place: str = "here") -> None:
         """Write into the slot of an object."""
-        (slot,) = [it.slot for it in self.entries(place) if (it.home.label, it.name) == (owner_of(label), name)]
+        slot = self.where(name, place, label)
         with (self.folder / place / file_name(slot.extent)).open("r+b") as file:
-            file.seek(offset(slot) + at)
+            file.seek(slot.offset + at)
             file.write(data)
 
     def close(self) -> None:
         for _, storage in self.opened:
             storage.close()
+
+    def die(self, *which: Hf3fsStorage) -> None:
+        """As if the process of these (or all) were killed: nothing is written down, and its locks are free."""
+        for place, storage in [each for each in self.opened if not which or each[1] in which]:
+            self.opened.remove((place, storage))
+            storage._closed = storage._released = True
+            storage._rest.set()
+            storage._housekeeper.ended(PATIENCE_S)
+            storage._folder.close()
+            storage._engine.close()
+            if storage._owner.map is not None or storage._owner in stores_module._alone.values():
+                storage._owner._end()
 
 
 @contextmanager
@@ -107,7 +124,6 @@ def descriptors(folder: Path) -> list[Path]:
 
 @contextmanager
 def stores_in(folder: Path, library: Any = None) -> Iterator[Stores]:
-    """`library`: of USRBIO; None: the POSIX engine."""
     stores = Stores(folder, library)
     try:
         yield stores
@@ -130,3 +146,10 @@ def in_slots(stores: Stores) -> dict[str, Damage]:
         "a flipped bit of its header": written(40, b"\xfe"),
         "zeros": written(0, bytes(BLOCK_BYTES + OBJECT_BYTES)),
     }
+
+
+def keep(storage: Hf3fsStorage) -> None:
+    """Look after the house now."""
+    with storage._owner._keeping:  # not while its own thread does
+        pass
+    storage._owner.keep(storage._folder, storage._engine)

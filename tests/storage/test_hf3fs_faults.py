@@ -8,16 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hf3fs_laws import kept
 from hf3fs_pages import Pages
-from hf3fs_stores import Stores, stores_in
+from hf3fs_stores import RESERVED, RESTING, STORED, Stores, stores_in
 
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, deadline
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs.metadata.entries import COMMITTED, QUARANTINED, RESERVED
-from kvarve.storage.hf3fs.slot_layout import file_name
 from tests.sim.usrbio import Emulator, Fate, Operation
 
 SOON_S, LONG_S = 0.1, 60.0
@@ -62,8 +59,7 @@ def all_is_well(stores: Stores, storage: Hf3fsStorage, pages: Pages) -> None:
     assert storage.put(pages.names, pages.sources) == [True] * len(pages.names)
     pages.blank()
     assert pages.right(storage.get(pages.names, pages.targets)) == len(pages.names)
-    assert stores.slots() == {COMMITTED: len(pages.names)}
-    assert kept(stores.table().table).pins == 0
+    assert stores.slots() == {STORED: len(pages.names)}
     assert storage.usage().objects == len(pages.names)
 
 
@@ -78,11 +74,11 @@ def test_writes_that_go_wrong_cost_pages_and_never_a_byte(
     if fate in (Fate.LATE, Fate.LOST):
         with deadline(SOON_S), pytest.raises(StorageError, match=f"of {len(pages.names)} objects: .*answered in time"):
             storage.put(pages.names, pages.sources)
-        stored = stores.slots()[COMMITTED]
+        stored = stores.slots()[STORED]
     else:
         stored = sum(storage.put(pages.names, pages.sources))
         assert stored == len(pages.names) if fate in (Fate.DONE, Fate.ZEROS) else 0 < stored < len(pages.names)
-    assert stores.slots()[QUARANTINED] == storage.counts["unwritten"] == len(pages.names) - stored
+    assert stores.slots()[RESTING] == storage.counts["unwritten"] == len(pages.names) - stored
     assert stores.slots()[RESERVED] == 0
     daemon.behave = lambda _: Fate.DONE
     pages.scribble()
@@ -121,7 +117,6 @@ def test_reads_through_memory_of_our_own_end_at_the_deadline_and_write_nothing_l
     daemon.behave = lambda _: fate
     with deadline(SOON_S), pytest.raises(StorageError, match="not answered in time"):
         storage.get(pages.names, pages.targets)
-    assert kept(stores.table().table).pins == len(pages.names), "the slots are not another's while they may be read"
     daemon.behave = lambda _: Fate.DONE
     daemon.release()
     storage.exists(pages.names)
@@ -204,8 +199,7 @@ def test_an_object_that_cannot_be_read_is_missing_alone_and_is_no_trouble_while_
     with stores_in(tmp_path, daemon if engine == "usrbio" else None) as stores:
         storage = Breaker(stores.open(disk=disk), deadline_s=LONG_S)
         assert storage.put(names, data) == [True] * 4
-        (slot,) = [it.slot for it in stores.entries() if it.name == "page-2"]
-        bad = disk.bad = file_name(slot.extent)  # each has a file of its own
+        bad = disk.bad = stores.path("page-2").name  # each has a file of its own
         daemon.behave = lambda it: Fate.EIO if it.read and it.file.path.name == bad else Fate.DONE
         buffers = [memoryview(bytearray(5000)) for _ in names]
         for _ in range(5):

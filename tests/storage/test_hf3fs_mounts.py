@@ -77,7 +77,7 @@ def test_when_the_daemon_is_killed_calls_fail_and_a_new_mount_is_used(stores: St
     for call in (lambda: put(storage, other=b"1"), lambda: get(storage, "page")):
         with pytest.raises(StorageError, match=str(mount.mount)):
             call()
-    assert there(storage, "page") == "page", "the metadata lives elsewhere"
+    assert there(storage, "page") == "page", "the table lives elsewhere"
     mount.again()
     assert get(storage, "page") == b"kept"
     assert put(storage, other=b"1") == [True]
@@ -90,7 +90,7 @@ def test_a_mount_whose_daemon_has_ended_is_refused_in_one_line_with_either_engin
     monkeypatch.setattr(hf3fs_backend, "load", lambda: daemon)
     mount.kill()
     for engine in ("posix", "usrbio", "auto"):
-        url = f"hf3fs://{mount.mount}/here?capacity=1GiB&engine={engine}&metadata=memory:dead"
+        url = f"hf3fs://{mount.mount}/here?capacity=1GiB&engine={engine}"
         with pytest.raises(StorageError, match=str(mount.mount)) as told:
             check_storage(url, label=LABEL, description="model A")
         assert "\n" not in str(told.value)
@@ -104,7 +104,7 @@ def test_a_mount_that_stands_still_hangs_no_more_than_the_calls_in_it(
     storage, view = stores.open(), memoryview(bytearray(4))
     put(storage, page=b"kept")
     breaker = Breaker(storage, deadline_s=0.1, close_s=0.1)
-    url = f"hf3fs://{mount.mount}/here?capacity=1GiB&engine=posix&metadata=memory:x"
+    url = f"hf3fs://{mount.mount}/here?capacity=1GiB&engine=posix"
     with ThreadPoolExecutor(2) as pool:
         with mount.stopped():
             reading = pool.submit(breaker.get, ["page"], [view])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hf3fs_stores import Stores, descriptors, stores_in
+from hf3fs_stores import RESERVED, Stores, descriptors, stores_in
 from processes import until
 
 from kvarve.errors import ConfigError, StorageError
@@ -17,26 +17,25 @@ from kvarve.storage.file.disk import Directory, Disk
 from kvarve.storage.hf3fs import hf3fs_storage as storage_module
 from kvarve.storage.hf3fs.hf3fs_folder import Folder
 from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs.metadata import Extent, Slot
-from kvarve.storage.hf3fs.metadata.entries import RESERVED
-from kvarve.storage.hf3fs.metadata.memory_metadata import forget_table
-from kvarve.storage.hf3fs.metadata.slot_table import SPREAD
 from kvarve.storage.hf3fs.slot_layout import (
     BLOCK_BYTES,
     HEADER_BYTES,
+    Extent,
+    Slot,
     Title,
     digest,
-    file_name,
+    hash_of,
     header,
-    owner_of,
     read_header,
     slot_bytes_for,
 )
+from kvarve.storage.hf3fs.slot_table import SPREAD
 from kvarve.storage.urls import allocate
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 from tests.sim.usrbio import Emulator
 
-TITLE = Title(owner_of(LABEL), "tenant-page.kv", Slot(16384, (7 << 12) + 5, 99), 9000, digest([memoryview(b"1")]))
+EXTENT = Extent(16384, 64, 7, 9)
+TITLE = Title(hash_of(LABEL), "tenant-page.kv", Slot(EXTENT, 5, 99, 9000), digest([memoryview(b"1")]))
 
 
 @pytest.fixture
@@ -54,22 +53,25 @@ def slots_file(stores: Stores, place: str = "here") -> Path:
 def test_a_header_is_read_as_it_was_written_and_no_other_bit_pattern_is_one() -> None:
     raw = header(TITLE)
     assert len(raw) == HEADER_BYTES <= BLOCK_BYTES
-    assert read_header(raw) == TITLE
+    assert read_header(raw, EXTENT) == TITLE
     for at in range(HEADER_BYTES):
         for bit in range(8):
             bad = bytearray(raw)
             bad[at] ^= 1 << bit
-            assert read_header(bytes(bad)) is None, f"bit {bit} of byte {at}"
+            assert read_header(bytes(bad), EXTENT) is None, f"bit {bit} of byte {at}"
     dice = random.Random(5)
     for length in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, BLOCK_BYTES):
-        assert read_header(raw[: min(length, HEADER_BYTES - 1)]) is None
-        assert read_header(dice.randbytes(length)) is None
-        assert read_header(bytes(length)) is None
-    assert read_header(raw + dice.randbytes(100)) == TITLE
-    fits = TITLE._replace(size_bytes=16384 - BLOCK_BYTES)
-    assert read_header(header(fits)) == fits
-    for claims in (fits._replace(size_bytes=fits.size_bytes + 1), TITLE._replace(name="../up")):
-        assert read_header(header(claims)) is None
+        assert read_header(raw[: min(length, HEADER_BYTES - 1)], EXTENT) is None
+        assert read_header(dice.randbytes(length), EXTENT) is None
+        assert read_header(bytes(length), EXTENT) is None
+    assert read_header(raw + dice.randbytes(100), EXTENT) == TITLE
+    fits = TITLE._replace(slot=TITLE.slot._replace(size_bytes=16384 - BLOCK_BYTES))
+    assert read_header(header(fits), EXTENT) == fits
+    more, beyond = (TITLE.slot._replace(**each) for each in ({"size_bytes": 16385 - BLOCK_BYTES}, {"place": 64}))
+    for claims in (TITLE._replace(slot=more), TITLE._replace(slot=beyond), TITLE._replace(name="../up")):
+        assert read_header(header(claims), EXTENT) is None
+    for other in (EXTENT._replace(number=8), EXTENT._replace(slot_bytes=8192), EXTENT._replace(places=5)):
+        assert read_header(raw, other) is None, "a header of another file"
 
 
 def test_a_slot_is_whole_blocks_and_at_most_a_32nd_larger_than_needed() -> None:
@@ -89,13 +91,12 @@ def test_a_slot_of_another_object_label_or_time_is_a_miss_and_forgotten(stores: 
     for change in ("another object", "another label", "an earlier time", "bytes"):
         assert put(storage, a=bytes(100), b=b"1" * 100) == [True, True]
         assert put(other, a=bytes(100)) == [True]
-        slots = {(it.home.label, it.name): it.slot for it in stores.entries()}
-        slot = slots[owner_of(LABEL), "a"]
-        title = Title(owner_of(LABEL), "a", slot, 100, digest([memoryview(bytes(100))]))
+        slot = stores.where("a")
+        title = Title(hash_of(LABEL), "a", slot, digest([memoryview(bytes(100))]))
         written = {
             "another object": header(title._replace(name="b")),
-            "another label": header(title._replace(owner=owner_of(OTHER_LABEL))),
-            "an earlier time": header(title._replace(slot=slot._replace(epoch=slot.epoch - 1))),
+            "another label": header(title._replace(label=hash_of(OTHER_LABEL))),
+            "an earlier time": header(title._replace(slot=slot._replace(generation=slot.generation - 1))),
             "bytes": header(title).ljust(BLOCK_BYTES, b"\0") + b"x",
         }[change]
         stores.write("a", 0, written)
@@ -186,7 +187,7 @@ def test_room_moves_from_one_size_of_slots_to_another_and_their_files_go(stores:
 def test_a_file_that_another_process_has_removed_is_closed_so_that_its_room_is_free(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_module, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(storage_module, "_KEEP_S", 0.01)
     storage = stores.open()
     put(storage, page=b"1")
     slots_file(stores).unlink()
@@ -194,65 +195,6 @@ def test_a_file_that_another_process_has_removed_is_closed_so_that_its_room_is_f
     assert get(storage, "page") is None
     assert put(storage, page=b"2") == [True]
     assert get(stores.open(), "page") == b"2", "in a file that others see"
-
-
-@pytest.mark.parametrize("stays_open", [True, False])
-def test_objects_are_found_again_in_their_slots_when_the_metadata_has_lost_them(
-    stores: Stores, monkeypatch: pytest.MonkeyPatch, stays_open: bool
-) -> None:
-    monkeypatch.setattr(storage_module, "_SWEEP_S", 0.05)
-    storage, other = stores.open(), stores.open(label=OTHER_LABEL)
-    names = [f"page-{i}" for i in range(100)]
-    data = [memoryview(bytes([i]) * (100 + 150 * i)) for i in range(100)]
-    assert all(storage.put(names, data))
-    put(other, theirs=b"1")
-    put(storage, damaged=b"1")
-    storage.delete(names[:10])
-    stores.write("damaged", 50, b"\xff")
-    if not stays_open:
-        storage.close(), other.close()
-    forget_table(stores.name())
-    again = storage if stays_open else stores.open()
-    until(lambda: again.exists(names[10:]) == [True] * 90, "a rebuilt store")
-    buffers = [memoryview(bytearray(20_000)) for _ in names]
-    for size, buffer, view in zip(again.get(names, buffers), buffers, data, strict=True):
-        assert size is None or buffer[:size] == view, "what was deleted may be back: its slot says nothing else"
-    assert put(again, new=b"1") == [True]
-    assert again.exists(["theirs", "damaged"]) == [False, False]
-    theirs = other if stays_open else stores.open(label=OTHER_LABEL)
-    assert get(theirs, "theirs") == b"1", "one process finds the objects of all models"
-
-
-def test_slots_that_cannot_be_read_hold_up_no_others_and_a_file_that_cannot_is_waited_for_and_left_out(
-    stores: Stores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Bad(Disk):
-        name, reads = "", 0
-
-        def read(self, file: int, into: Sequence[memoryview], at: int) -> int:
-            of_bad_file = Path(f"/proc/self/fd/{file}").readlink().name == self.name
-            self.reads += of_bad_file
-            if at == 8192 or (of_bad_file and into[0].nbytes == BLOCK_BYTES):
-                raise OSError(errno.EIO, "its chain of targets is offline")
-            return super().read(file, into, at)
-
-    monkeypatch.setattr(storage_module, "_REBUILD_S", 0.0)
-    monkeypatch.setattr(storage_module, "_SWEEP_S", 0.01)
-    storage, disk = stores.open(), Bad()
-    names = [f"page-{i}" for i in range(100)]
-    assert all(storage.put(names, [memoryview(b"1")] * 100))
-    assert put(storage, large=bytes(9000)) == [True]
-    (disk.name,) = [file_name(it.slot.extent) for it in stores.entries() if it.name == "large"]
-    bad = {it.name for it in stores.entries() if it.slot.place == 1}
-    storage.close()
-    forget_table(stores.name())
-    again = stores.open(disk=disk)
-    until(lambda: again.counts["found again"] > 0, "a rebuilt store")
-    assert disk.reads > 1, "it might have come back"
-    assert 0 < len(bad) <= again.counts["unreadable"]
-    assert {name for name, found in zip(names, again.exists(names), strict=True) if found} == {*names} - bad
-    assert again.exists(["large"]) == [False]
-    assert f"what is in {disk.name} is lost" in caplog.text
 
 
 def test_where_no_more_files_can_be_made_those_that_are_there_are_filled(stores: Stores) -> None:
@@ -296,7 +238,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_not_touched(
     folder = stores.folder / "here"
     folder.mkdir()
     (folder / name).write_text(content)
-    url = f"hf3fs://{folder}?capacity=1GiB&engine=posix&metadata=memory:none"
+    url = f"hf3fs://{folder}?capacity=1GiB&engine=posix"
     for call in (stores.open, lambda: open_storage(url, label=LABEL, description="model A")):
         with pytest.raises(StorageError, match=said) as told:
             call()
@@ -314,21 +256,6 @@ def test_a_damaged_format_is_written_anew_as_the_slots_say_it_too(
     path.write_bytes(b"{")
     assert get(stores.open(), "page") == b"1"
     assert path.read_bytes() == whole and "its data are in this format" in caplog.text
-
-
-def test_files_of_slots_that_nobody_knows_are_removed_and_those_of_others_left_alone(
-    stores: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage_module, "_SWEEP_S", 0.01)
-    folder = stores.folder / "here"
-    put(stores.open(), page=b"1")
-    unknown, theirs, link = (folder / f"slots-8192-{name}" for name in ("78", "notes", "77"))
-    theirs.write_text("mine")
-    link.symlink_to(theirs)
-    unknown.touch()
-    until(lambda: not unknown.exists(), "a look for files that no process needs")
-    assert theirs.read_text() == "mine" and link.is_symlink()
-    assert get(stores.open(), "page") == b"1"
 
 
 def test_what_was_left_by_an_opening_cut_short_is_an_empty_folder_unless_others_may_write_to_it(stores: Stores) -> None:
@@ -357,7 +284,7 @@ def test_without_the_binding_auto_means_posix_and_with_it_arenas_are_shared_memo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    url = f"hf3fs://{tmp_path}/kvarve?capacity=1GiB&metadata=memory:auto-{tmp_path.name}"
+    url = f"hf3fs://{tmp_path}/kvarve?capacity=1GiB"
     assert allocate(url, 4096) is None
     assert "the POSIX engine is used" in caplog.text
     daemon = Emulator(tmp_path)
@@ -377,7 +304,7 @@ def test_without_the_binding_auto_means_posix_and_with_it_arenas_are_shared_memo
 def test_a_sync_that_failed_is_a_failure_of_all_who_had_written_before_it(tmp_path: Path) -> None:
     """The kernel has told the first of them, and tells the second that all is well."""
     store = Folder(Disk(), tmp_path / "store")
-    file = store.file(Extent(8192, 0), create=True)
+    file = store.file(EXTENT, create=True)
 
     def fails(fd: int) -> None:
         raise OSError(5, "the medium has failed")

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from hf3fs_mounts import Bindfs
-from hf3fs_server import end_servers
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, own_network, require_mooncake
+from redis_server import RedisServer
 
 from kvarve.reference.demo import demo
 from kvarve.reference.server.server_process import served
@@ -22,15 +22,14 @@ STORY = "a story that four ranks have read, each of them its heads, "
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of an empty storage of a kind."""
     with ExitStack() as stack:
         match request.param:
             case "hf3fs":
-                monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
                 mount = stack.enter_context(closing(Bindfs(tmp_path / "hf3fs")))
-                stack.callback(end_servers, tmp_path / "state" / "kvarve" / "hf3fs")
-                yield f"hf3fs://{mount.mount}/kvarve?capacity=256MiB"
+                redis = stack.enter_context(closing(RedisServer(tmp_path / "redis")))
+                yield f"hf3fs://{mount.mount}/kvarve?capacity=256MiB&metadata={redis.url()}"
             case "mooncake":
                 require_mooncake()
                 stack.enter_context(own_network())

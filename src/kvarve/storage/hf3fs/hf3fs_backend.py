@@ -16,8 +16,7 @@ from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs.io_engine import Engine
 from kvarve.storage.hf3fs.io_posix import PosixEngine
 from kvarve.storage.hf3fs.io_usrbio import Library, UsrbioEngine, load
-from kvarve.storage.hf3fs.metadata import check_setting, open_metadata
-from kvarve.storage.hf3fs.slot_layout import owner_of
+from kvarve.storage.hf3fs.stores import check_map, own
 from kvarve.storage.urls import Backend, StorageUrl
 from kvarve.system.background import Abandoned, BackgroundCall
 from kvarve.system.mounts import mounts
@@ -80,7 +79,7 @@ def read_settings(url: StorageUrl) -> Settings:
     if not 1 <= threads <= 256:
         raise ConfigError(f"{url.text}: threads is a number from 1 to 256")
     try:
-        check_setting(given.get("metadata"))
+        check_map(given.get("metadata"))
     except ConfigError as error:
         raise ConfigError(f"{url.text}: {error}") from None
     return Settings(
@@ -103,15 +102,8 @@ def open_hf3fs(
     engine: Engine = PosixEngine(disk, settings.threads)
     if library is not None:
         engine = UsrbioEngine(library, _mount(library, settings.path) or str(settings.path), settings.threads)
-    metadata = partial(
-        open_metadata,
-        settings.metadata,
-        settings.path,
-        owner_of(label),
-        settings.capacity_bytes,
-        settings.quota_bytes,
-    )
-    return Hf3fsStorage(settings.path, label, engine, metadata, disk)
+    owned = partial(own, settings.metadata, settings.capacity_bytes, settings.quota_bytes)
+    return Hf3fsStorage(settings.path, label, engine, owned, disk)
 
 
 def _library(settings: Settings, url: str) -> Library | None:

@@ -1,12 +1,12 @@
 """The folder of a store on 3FS: whose it is, and its open files. Knows no slot's contents.
 
-kvarve.json                  the format; written before anything else. The slots' headers say it too
-slots-<bytes>-<number>       an extent: up to 4,096 slots of so many bytes each
-store                        the metadata service's
+kvarve.json                                  the format; written before anything else. The slots' names say it too
+store                                        the store's name, and where its map is
+slots-<bytes>-<places>-<number>-<owner>      so many slots of so many bytes each, given by an owner's process alone
+order-<owner>                                the order in which its slots were used, while no process has it open
 
 3FS has no locks between machines, so nothing here needs one: a file gets its name before any slot of it is used, grows
-by being written to (a truncation to a size would cut off what another machine has written meanwhile), and is removed
-when the metadata says so. Entries with another name are left alone.
+by being written to, and is removed by its owner. Entries with another name are left alone.
 """
 
 import errno
@@ -16,26 +16,25 @@ import os
 import secrets
 import threading
 import weakref
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from kvarve.errors import StorageError
 from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
 from kvarve.storage.file.folder import Medium
 from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
-from kvarve.storage.hf3fs.metadata.service import Extent
-from kvarve.storage.hf3fs.slot_layout import HEADER_BYTES, extent_of, file_name, offset, read_header, slots_of
+from kvarve.storage.hf3fs.slot_layout import Extent, extent_of, file_name
 
 log = logging.getLogger(__name__)
 
-FORMAT = "kvarve-hf3fs/1"
-_LOOKED_AT = 64  # slots of a file, whose headers may say the format
+FORMAT = "kvarve-hf3fs/2"
 # Left by an opening that was cut short, or there in every root of a file system: a folder with only these is empty.
 _NOT_CONTENT = ("3fs-virt", "lost+found")
 _OPEN_FILES = 512
+_ORDER = "order-"
 _scratch = memoryview(mmap.mmap(-1, BLOCK_BYTES))
 _NOT_SERVED = (errno.ENOTCONN, errno.ECONNABORTED)  # of a file system in user space whose process has ended
 
@@ -88,24 +87,44 @@ class Folder:
             self.root = disk.enter(path)
             try:
                 if not _is_store(disk, self.root):
-                    self._write_marker()
+                    self._write(MARKER, written(FORMAT))
             except BaseException:  # also on an interrupt
                 disk.close(self.root.file)
                 raise
         self._closing_root = weakref.finalize(self, disk.close, self.root.file)
         self._closing_root.atexit = False
 
-    def _write_marker(self) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         """Atomically, also where another machine does so now."""
         unfinished = f"{MARKER}~{secrets.token_hex(8)}"
         file = self.disk.open(self.root, unfinished, create=True)
         try:
-            self.disk.write(file, [written(FORMAT)], 0)
+            at = 0
+            while at < len(data):
+                at += self.disk.write(file, [memoryview(data)[at:]], at)
             self.disk.sync(file)
         finally:
             self.disk.close(file)
-        self.disk.rename(self.root, unfinished, MARKER)
+        self.disk.rename(self.root, unfinished, name)
         self.disk.sync_folder(self.root)
+
+    def save_order(self, owner: int, numbers: Sequence[int]) -> None:
+        """The order of use of an owner's slots, when nothing is written to them any more."""
+        self._write(f"{_ORDER}{owner:016x}", array("Q", numbers).tobytes())
+
+    def order(self, owner: int) -> dict[int, int] | None:
+        """The place of each slot in what was saved, once. None: nothing was."""
+        name = f"{_ORDER}{owner:016x}"
+        try:
+            file = self.disk.open(self.root, name, read_only=True)
+        except FileNotFoundError:
+            return None
+        try:
+            numbers = array("Q", self.disk.peek(file, self.disk.size(file) // 8 * 8, 0))
+        finally:
+            self.disk.close(file)
+        self.disk.unlink(self.root, name)
+        return {number: place for place, number in enumerate(numbers)}
 
     def close(self) -> None:
         """After the last call; files whose I/O hangs are closed when that returns."""
@@ -225,7 +244,7 @@ def check_path(disk: Disk, path: Path) -> None:
 
 def _is_store(disk: Disk, root: Directory) -> bool:
     """Whether the folder is a store of this format whose file says so; not an empty one, nor one of which only the
-    slots say it. StorageError: it is another. Damaged: neither can be read."""
+    slots' names say it. StorageError: it is another. Damaged: neither can be read."""
     names = disk.entries(root).keys()
     if not [name for name in names if name not in _NOT_CONTENT and not name.startswith(f"{MARKER}~")]:
         return False
@@ -234,7 +253,7 @@ def _is_store(disk: Disk, root: Directory) -> bool:
         lambda: _content(disk, root),
         FORMAT,
         kind="kvarve store on 3FS",
-        otherwise=lambda: any(_has_slots(disk, root, extent, it.st_size) for extent, it in _extents(disk, root)),
+        otherwise=lambda: any(_extents(disk, root)),
     )
     if problem:
         log.warning("%s", problem)
@@ -243,18 +262,6 @@ def _is_store(disk: Disk, root: Directory) -> bool:
 
 def _extents(disk: Disk, root: Directory) -> Iterator[tuple[Extent, os.stat_result]]:
     return ((extent, it) for name, it in disk.files(root).items() if (extent := extent_of(name)) is not None)
-
-
-def _has_slots(disk: Disk, root: Directory, extent: Extent, file_bytes: int) -> bool:
-    """Whether a slot of a file has a header of this format."""
-    with suppress(OSError):
-        file = disk.open(root, file_name(extent), read_only=True)
-        try:
-            slots = islice(slots_of(extent, file_bytes), _LOOKED_AT)
-            return any(read_header(disk.peek(file, HEADER_BYTES, offset(slot))) is not None for slot in slots)
-        finally:
-            disk.close(file)
-    return False
 
 
 def _content(disk: Disk, root: Directory) -> bytes:

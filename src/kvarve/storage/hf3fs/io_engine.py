@@ -17,7 +17,8 @@ T = TypeVar("T")
 class Move:
     """One slot to write or to read: its header, in a block of its own, and the object's bytes behind that.
 
-    `title`: the object, but for the digest of its bytes; None: whatever a read finds, of which only the header is kept.
+    `title`: the object, but for the digest of its bytes; None: whatever a read finds, of which only the header is kept;
+    a write leaves no object there.
     `intact`: what was read is that object. `trouble`: why it was not moved whole. `late`: it may still be moved, so its
     slot is not to be used by another.
     """
@@ -39,11 +40,16 @@ class Move:
     @property
     def rest_bytes(self) -> int:
         """Those of the object for which there is no piece."""
-        return 0 if self.title is None else self.title.size_bytes + BLOCK_BYTES - self.size_bytes
+        return 0 if self.title is None else self.object_bytes + BLOCK_BYTES - self.size_bytes
+
+    @property
+    def object_bytes(self) -> int:
+        assert self.title is not None, "it is not known what a read finds"
+        return self.title.slot.size_bytes
 
     def seal(self, block: memoryview) -> None:
         """Write the header of what is to be written."""
-        block[:] = self._sealed().ljust(BLOCK_BYTES, b"\0")
+        block[:] = (self._sealed() if self.title else b"").ljust(BLOCK_BYTES, b"\0")
 
     def check(self, block: memoryview) -> None:
         """The header and all bytes have come."""
@@ -63,22 +69,24 @@ class Engine(Protocol):
     """Calls come from several threads. What becomes of each move stands in it; no call raises for one of them.
 
     A read that has ended writes nothing more to its buffers, however it ended: where the file system hangs, it does not
-    end. A write may end late.
+    end. A write may end late. What an engine has no use for it need not hear of.
     """
 
     direct: bool  # wants files past the page cache
 
     def opened(self, fd: int) -> None:
         """A file's descriptor, before the first move."""
-        ...
+        return
 
-    def closing(self, fd: int) -> None: ...
+    def closing(self, fd: int) -> None:
+        return
 
-    def register(self, region: HostRegion) -> None: ...
+    def register(self, region: HostRegion) -> None:
+        return
 
     def enter(self, folder: Folder) -> None:
         """All that follows is in this folder, whose file system may have been mounted anew."""
-        ...
+        return
 
     def read(self, moves: Sequence[Move]) -> None: ...
 

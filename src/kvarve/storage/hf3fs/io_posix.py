@@ -10,11 +10,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvarve.storage.file.disk import Disk, is_aligned
-from kvarve.storage.hf3fs.hf3fs_folder import File, Folder
+from kvarve.storage.hf3fs.hf3fs_folder import File
 from kvarve.storage.hf3fs.io_engine import Engine, Move, Short, cut, each, sync
 from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES
 from kvarve.system.background import WorkerPool
-from kvarve.system.regions import HostRegion
 
 _BOUNCE_BYTES = 1 << 20
 _here = threading.local()
@@ -26,18 +25,6 @@ class PosixEngine(Engine):
     def __init__(self, disk: Disk, threads: int) -> None:
         self._disk, self._threads = disk, threads
         self._pool = WorkerPool(threads, "kvarve 3fs")
-
-    def opened(self, fd: int) -> None:
-        pass
-
-    def closing(self, fd: int) -> None:
-        pass
-
-    def register(self, region: HostRegion) -> None:
-        pass
-
-    def enter(self, folder: Folder) -> None:
-        pass
 
     def close(self) -> None:
         self._pool.shutdown()

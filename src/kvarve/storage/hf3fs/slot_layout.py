@@ -4,11 +4,11 @@ from the slot alone. Pure: no file is read or written here.
 The header is little-endian, at the beginning of a block of 4 KiB (direct I/O moves whole blocks):
 
       0   8  magic, b"kvarve3s"
-      8   4  format, 1
+      8   4  format, 2
      12   4  length of a name, which begins at 128
      16  32  SHA-256 of the label whose object it is
-     48   8  epoch of the reservation under which it was written
-     56   8  number of the slot
+     48   8  generation: one of this write alone
+     56   8  number of the slot: of its file, times 4,096, and its place there
      64   8  bytes of the slot, this block included
      72   8  bytes of the object
      80  16  xxh3 (128 bits) of the object
@@ -26,29 +26,61 @@ from typing import NamedTuple
 import xxhash
 
 from kvarve.storage.base import is_name
-from kvarve.storage.hf3fs.metadata.service import MOST_EXTENTS, MOST_PLACES, SLOT_ALIGNMENT, Extent, Slot
 
-BLOCK_BYTES = SLOT_ALIGNMENT
-_MAGIC, _FORMAT = b"kvarve3s", 1
+BLOCK_BYTES = 4096
+_PLACE_BITS = 12
+MOST_PLACES = 1 << _PLACE_BITS  # slots of a file
+NUMBER_BITS = 48  # of a file
+MOST_SLOT_BYTES = 1 << 40
+_MAGIC, _FORMAT = b"kvarve3s", 2
 _BEFORE = struct.Struct("<8s2I32s4Q16s")
 _CHECK = struct.Struct("<Q24x")
 _NAME_BYTES = 200
 HEADER_BYTES = _BEFORE.size + _CHECK.size + _NAME_BYTES
-_FILE = re.compile("slots-([1-9][0-9]{0,15})-(0|[1-9][0-9]{0,15})")
+_FILE = re.compile("slots-([1-9][0-9]{0,12})-([1-9][0-9]{0,3})-([0-9a-f]{12})-([0-9a-f]{16})")
 _STEPS = 32  # of slot sizes between a power of two and the next one
+
+
+class Extent(NamedTuple):
+    """One file: so many slots of one size. `number` is random, and no file's again. `owner`: who gives its slots."""
+
+    slot_bytes: int
+    places: int
+    number: int
+    owner: int
+
+    @property
+    def bytes(self) -> int:
+        return self.slot_bytes * self.places
+
+
+class Slot(NamedTuple):
+    """An object's room: it begins `place * slot_bytes` into its file. `generation`: 63 bits, of one write alone."""
+
+    extent: Extent
+    place: int
+    generation: int
+    size_bytes: int  # of the object
+
+    @property
+    def number(self) -> int:
+        return self.extent.number << _PLACE_BITS | self.place
+
+    @property
+    def offset(self) -> int:
+        return self.place * self.extent.slot_bytes
 
 
 class Title(NamedTuple):
     """The object that a header names."""
 
-    owner: bytes
+    label: bytes  # a hash of it
     name: str
     slot: Slot
-    size_bytes: int
     digest: bytes = b""  # of its bytes
 
 
-def owner_of(label: bytes) -> bytes:
+def hash_of(label: bytes) -> bytes:
     return hashlib.sha256(label).digest()
 
 
@@ -61,20 +93,21 @@ def slot_bytes_for(size_bytes: int) -> int:
 
 
 def file_name(extent: Extent) -> str:
-    return f"slots-{extent.slot_bytes}-{extent.number}"
+    return f"slots-{extent.slot_bytes}-{extent.places}-{extent.number:012x}-{extent.owner:016x}"
 
 
 def extent_of(name: str) -> Extent | None:
     """The extent that a file's name tells; None if no extent's file can have it."""
     match = _FILE.fullmatch(name)
-    if match is None or int(match[1]) % BLOCK_BYTES or int(match[2]) >= MOST_EXTENTS:
+    if match is None:
         return None
-    return Extent(int(match[1]), int(match[2]))
+    extent = Extent(int(match[1]), int(match[2]), int(match[3], 16), int(match[4], 16))
+    return extent if can_be(extent) else None
 
 
-def offset(slot: Slot) -> int:
-    """Where the slot begins in its extent's file."""
-    return slot.place * slot.slot_bytes
+def can_be(extent: Extent) -> bool:
+    size_fits = 0 < extent.slot_bytes <= MOST_SLOT_BYTES and not extent.slot_bytes % BLOCK_BYTES
+    return size_fits and 0 < extent.places <= MOST_PLACES and extent.number < 1 << NUMBER_BITS
 
 
 def digest(pieces: Iterable[memoryview]) -> bytes:
@@ -87,27 +120,27 @@ def digest(pieces: Iterable[memoryview]) -> bytes:
 
 def header(title: Title) -> bytes:
     name, slot = title.name.encode(), title.slot
-    place = (slot.epoch, slot.number, slot.slot_bytes, title.size_bytes)
-    before = _BEFORE.pack(_MAGIC, _FORMAT, len(name), title.owner, *place, title.digest)
+    place = (slot.generation, slot.number, slot.extent.slot_bytes, slot.size_bytes)
+    before = _BEFORE.pack(_MAGIC, _FORMAT, len(name), title.label, *place, title.digest)
     padded = name.ljust(_NAME_BYTES, b"\0")
     return before + _CHECK.pack(xxhash.xxh3_64_intdigest(before + padded)) + padded
 
 
-def read_header(raw: bytes) -> Title | None:
-    """The title of a header of this format, every bit of it as it was written; None for anything else."""
+def read_header(raw: bytes, extent: Extent) -> Title | None:
+    """The title of a header of this format in a file, every bit of it as it was written; None for anything else."""
     if len(raw) < HEADER_BYTES or not raw.startswith(_MAGIC):
         return None
-    _, _, name_bytes, owner, epoch, number, slot_bytes, size_bytes, checked = _BEFORE.unpack_from(raw)
+    _, _, name_bytes, label, generation, number, _, size_bytes, checked = _BEFORE.unpack_from(raw)
     at = _BEFORE.size + _CHECK.size
     name = raw[at : at + min(name_bytes, _NAME_BYTES)].decode("ascii", "replace")
-    title = Title(owner, name, Slot(slot_bytes, number, epoch), size_bytes, checked)
-    if not is_name(name) or header(title) != raw[:HEADER_BYTES]:
+    slot = Slot(extent, number & (MOST_PLACES - 1), generation, size_bytes)
+    title = Title(label, name, slot, checked)
+    if not is_name(name) or header(title) != raw[:HEADER_BYTES] or not fits(slot):
         return None
-    return title if slot_bytes >= BLOCK_BYTES + size_bytes else None
+    return title
 
 
-def slots_of(extent: Extent, file_bytes: int) -> Iterable[Slot]:
-    """All slots of an extent whose file has so many bytes; nobody has given them an epoch here."""
-    count = min(MOST_PLACES, -(-file_bytes // extent.slot_bytes))
-    first = extent.number * MOST_PLACES
-    return (Slot(extent.slot_bytes, number, 0) for number in range(first, first + count))
+def fits(slot: Slot) -> bool:
+    """Whether such a slot can be: its file has its place, and the slot room for the object."""
+    inside = slot.place < slot.extent.places and slot.generation < 1 << 63
+    return inside and BLOCK_BYTES + slot.size_bytes <= slot.extent.slot_bytes

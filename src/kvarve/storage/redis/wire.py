@@ -122,8 +122,11 @@ class Wire:
     def page(self) -> tuple[bytes, list[bytes]]:
         """The answer of a SCAN: where it goes on, and some keys. Refused."""
         self._told(b"*")
-        cursor = self.text()
-        return cursor, [self.text() for _ in range(self._told(b"*"))]
+        return self.text(), self.texts()
+
+    def texts(self) -> list[bytes]:
+        """An answer in several strings. Refused."""
+        return [self.text() for _ in range(self._told(b"*"))]
 
     def payload(self, into: memoryview) -> int | None:
         """The whole size of a value, which is read as far as the buffer goes; None if there is none. Refused. Behind a

@@ -1,0 +1,184 @@
+"""The map of a store that several servers share, in a Redis or Valkey, by plain commands.
+
+    OBJECT   hash    a field for each slot that has the object, so that a slot that has it no more is removed alone
+    lease    string  the process that gives an owner's slots, until it has not said so for LEASE_S
+    news     list    for an owner: slots of its that others have read, or have found to be wrong or to be deleted
+
+Nothing here is believed: the header of a slot decides. What is lost is written again by the owners.
+"""
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from kvarve.errors import ConfigError, StorageError
+from kvarve.storage.hf3fs.slot_layout import Extent, Slot, can_be, fits
+from kvarve.storage.redis.redis_backend import read_settings
+from kvarve.storage.redis.redis_storage import RedisStorage
+from kvarve.storage.redis.servers import Settings
+from kvarve.storage.redis.wire import Refused, Wire, command
+from kvarve.storage.urls import parse_url
+
+LEASE_S = 60.0
+USED, GONE = b"u", b"d"  # kinds of news
+_NEWS_S = 3600
+_TOGETHER = 4096  # commands that are sent before their answers are read
+_SLOT = struct.Struct("<QIQQIQQ")
+_PASSWORD_BYTES = 4096
+
+Placed = tuple[bytes, str, Slot]  # a label's hash, a name, and its slot
+_Command = tuple[Any, ...]  # the key, as text; the word, and what follows the key
+T = TypeVar("T")
+
+
+def redis_settings(setting: str) -> tuple[Settings, Path | None, str | None]:
+    """Where the server is, the file with its password, and the user. ConfigError; nothing is touched."""
+    if "@" in setting:
+        raise ConfigError("metadata=redis://...: no password stands in a URL: give user= and password_file=")
+    parts = urlsplit(setting)
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    file, user = given.pop("password_file", None), given.pop("user", None)
+    if "ttl" in given:
+        raise ConfigError(f"metadata={setting}: metadata has no ttl")
+    if file is not None and not Path(file).is_absolute():
+        raise ConfigError(f"metadata={setting}: password_file is an absolute path")
+    if user is not None and file is None:
+        raise ConfigError(f"metadata={setting}: a user has a password: give password_file= too")
+    query = f"?{urlencode(given)}" if given else ""
+    settings = read_settings(parse_url(f"{parts.scheme}://{parts.netloc}{parts.path}{query}"))
+    return settings, Path(file) if file else None, user
+
+
+def password(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(_PASSWORD_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"{file}: the password of the metadata's Redis cannot be read: {error}") from error
+
+
+def packed(slot: Slot) -> bytes:
+    return _SLOT.pack(*slot.extent, *slot[1:])
+
+
+def unpacked(data: bytes) -> Slot | None:
+    """None: it is no slot that can be."""
+    if len(data) != _SLOT.size:
+        return None
+    *extent, place, generation, size_bytes = _SLOT.unpack(data)
+    slot = Slot(Extent(*extent), place, generation, size_bytes)
+    return slot if can_be(slot.extent) and fits(slot) else None
+
+
+class RedisMap(RedisStorage):
+    """`token` names this process. StorageError of every call: the server cannot be reached, or takes nothing more."""
+
+    def __init__(self, settings: Settings, store: str, token: bytes) -> None:
+        super().__init__(settings, f"3fs {store}".encode(), "")
+        self.token = token
+
+    # --- objects
+
+    def find(self, label: bytes, names: Sequence[str]) -> list[list[Slot]]:
+        """All slots that are said to have each object. What cannot be one is removed."""
+        keys = [_object(label, name) for name in names]
+        found, wrong = list[list[Slot]](), list[_Command]()
+        for key, fields in zip(keys, self._ask([(key, b"HKEYS") for key in keys], _fields), strict=True):
+            slots = {field: unpacked(field) for field in fields or ()}
+            found.append([slot for slot in slots.values() if slot is not None])
+            wrong += [(key, b"HDEL", field) for field, slot in slots.items() if field and slot is None]
+            wrong += [(key, b"UNLINK")] if b"" in slots else []
+        self._ask(wrong, Wire.number)
+        return found
+
+    def change(
+        self,
+        publish: Iterable[Placed] = (),
+        withdraw: Iterable[Placed] = (),
+        news: Mapping[int, Sequence[bytes]] | None = None,
+    ) -> None:
+        """Objects that are in slots, and those that are not any more; and news for owners."""
+        published: list[_Command] = [
+            (_object(label, name), b"HSET", packed(slot), b"") for label, name, slot in publish
+        ]
+        told: list[_Command] = [(_object(label, name), b"HDEL", packed(slot)) for label, name, slot in withdraw]
+        told += [(f"news:{owner:x}", b"RPUSH", *each) for owner, each in (news or {}).items()]
+        told += [(f"news:{owner:x}", b"EXPIRE", b"%d" % _NEWS_S) for owner in news or {}]
+        if None in self._ask([*published, *told], Wire.number)[: len(published)]:
+            raise StorageError("the Redis of this store takes no more entries")
+
+    def names(self, label: bytes, group: str | None) -> Iterator[list[str]]:
+        """Those of a label's objects, or of one of its groups, in parts. The server looks through all its keys."""
+        before = self._key(_object(label, ""))
+        pattern = before + (b"*" if group is None else group.encode() + b"-*")
+        for server in self._servers.all():
+            cursor: bytes | None = None
+            while cursor != b"0":
+                with self._servers.wire(server) as wire:
+                    wire.send([command(b"SCAN", cursor or b"0", b"MATCH", pattern, b"COUNT", b"1000")])
+                    cursor, keys = wire.page()
+                yield [key[len(before) :].decode("ascii", "replace") for key in keys]
+
+    # --- owners
+
+    def holders(self, owners: Sequence[int]) -> list[bytes | None]:
+        """The process that gives each owner's slots."""
+        buffer = memoryview(bytearray(64))
+
+        def read(wire: Wire) -> bytes:
+            size = wire.payload(buffer)
+            return b"" if size is None else bytes(buffer[:size])
+
+        return [token or None for token in self._ask([(f"lease:{owner:x}", b"GET") for owner in owners], read)]
+
+    def take(self, owner: int) -> bool:
+        """Whether this process gives the owner's slots from now on for LEASE_S: no other does."""
+        words = (b"SET", self.token, b"NX", b"PX", b"%d" % (int(1000 * LEASE_S)))
+        return self._ask([(f"lease:{owner:x}", *words)], Wire.done) == [True]
+
+    def go_on(self, owners: Sequence[int]) -> None:
+        """For LEASE_S from now on, where this process holds it."""
+        self._ask([(f"lease:{owner:x}", b"PEXPIRE", b"%d" % (int(1000 * LEASE_S))) for owner in owners], Wire.number)
+
+    def let_go(self, owners: Sequence[int]) -> None:
+        self._ask([(f"lease:{owner:x}", b"DEL") for owner in owners], Wire.number)
+
+    def news(self, owners: Sequence[int]) -> Iterator[tuple[bytes, Slot]]:
+        """What others have told of these owners' slots, once."""
+        keys = [f"news:{owner:x}" for owner in owners]
+        told = self._ask([(key, b"LRANGE", b"0", b"%d" % _TOGETHER) for key in keys], Wire.texts)
+        lengths = [(key, b"%d" % len(some)) for key, some in zip(keys, told, strict=True) if some]
+        self._ask([(key, b"LTRIM", length, b"-1") for key, length in lengths], Wire.done)
+        for each in [each for some in told for each in some or ()]:
+            if slot := unpacked(each[1:]):
+                yield each[:1], slot
+
+    def _ask(self, commands: Sequence[_Command], read: Callable[[Wire], T]) -> list[T | None]:
+        """The answer of each command, whose key comes first. None: its server is gone, or has refused it."""
+        answers: list[T | None] = []
+        for at in range(0, len(commands), _TOGETHER):
+            some = commands[at : at + _TOGETHER]
+
+            def ask(wire: Wire, part: Sequence[int], some: Sequence[_Command] = some) -> list[T | Refused | None]:
+                wire.send([command(some[i][1], self._key(some[i][0]), *some[i][2:]) for i in part])
+                return [self._answer(partial(read, wire)) for _ in part]
+
+            answers += self._each([key for key, *_ in some], ask)
+        return answers
+
+
+def _fields(wire: Wire) -> list[bytes]:
+    """Of a hash; an empty one of what is none."""
+    try:
+        return wire.texts()
+    except Refused as refusal:
+        if not refusal.words.startswith("WRONGTYPE"):
+            raise
+        return [b""]
+
+
+def _object(label: bytes, name: str) -> str:
+    return f"{label.hex()[:16]}:{name}"
