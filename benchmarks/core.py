@@ -24,7 +24,7 @@ from common import arguments, machine, show, watched, write_json
 from kvarve.core.cache import Core
 from kvarve.core.copies.effects import Copy, Ended, Probe
 from kvarve.core.core_config import CoreConfig, Slots
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Ask, Lease, Prompt
 from kvarve.core.slots.extents import Cut
 from kvarve.pages.boundaries import ones
 from kvarve.pages.keys import pack, root_key
@@ -50,16 +50,16 @@ def tokens(rng: random.Random, count: int) -> bytes:
 
 def begin(cache: Core, prompt: bytes, read: bool = True) -> Lease:
     """A request that is claimed at once; nothing has to be copied, so it is ready."""
-    lease = cache.open(ROOT, prompt, 0.0, read=read)
+    lease = cache.open(Prompt(ROOT, prompt), 0.0, Ask(reads=read))
     assert cache.claim(lease, 0.0)
     return lease
 
 
 def keep(cache: Core, lease: Lease) -> None:
     """Take slots for all of a prompt's new pages and publish them: as alloc and insert do elsewhere."""
-    pages = cache.keepable(lease)
-    cache.grow(lease, pages)
-    cache.publish(lease, pages)
+    pages = lease.pages
+    cache.growth.grow(lease, pages)
+    cache.growth.publish(lease, pages)
 
 
 def request(cache: Core, prompt: bytes, read: bool = True) -> int:
@@ -166,7 +166,7 @@ def insert_rows(page: int, pools: int, tree: int, quick: bool) -> list[dict[str,
 
     def evict() -> None:
         for place in places:
-            cache.slot_pools.evict(place, 2048 // page)
+            cache.evictions.evict(place, 2048 // page)
 
     rows.append({"bench": "evict", **base, "prompt_tokens": 2048, "case": "2048_a_call"} | timed(evict, calls))
     return rows
@@ -211,7 +211,7 @@ def restore(cache: Core, prompt: bytes, times: Times) -> Lease:
     """Bring a prompt that only the storage has to the device."""
     cache.flush((Tier.DEVICE, Tier.HOST))
     opened: list[Lease] = []
-    noted(times, "open", lambda: opened.append(cache.open(ROOT, prompt, 0.0)))
+    noted(times, "open", lambda: opened.append(cache.open(Prompt(ROOT, prompt), 0.0)))
     end(cache, times, "asked")
     end(cache, times, "fetched")
     noted(times, "claim", lambda: cache.claim(opened[0], 0.0))
@@ -249,7 +249,7 @@ def ten_times(page: int, tree: int) -> dict[str, float]:
         request(cache, prompt)
     works: dict[str, list[Callable[[], object]]] = {
         "match_10x_tree": [lambda cache=cache: cache.lookup(ROOT, prompt) for cache in trees],
-        "evict_10x_tree": [lambda cache=cache: cache.slot_pools.evict(0, 2048 // page) for cache in trees],
+        "evict_10x_tree": [lambda cache=cache: cache.evictions.evict(0, 2048 // page) for cache in trees],
     }
     ratios = {}
     for name, (small, large) in works.items():

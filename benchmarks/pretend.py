@@ -8,8 +8,8 @@ import numpy as np
 
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
-from kvarve.core.requests.lease import Lease
 from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
 
 PROMPT_TOKENS, PAGE_TOKENS, CHUNK_TOKENS, LAYERS = 4096, 64, 256, 8

@@ -23,8 +23,8 @@ import torch
 from common import arguments, machine, show, watched, write_json
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import Policies
-from kvarve.core.requests.lease import Lease, Phase
 from kvarve.pages.pools import Tier
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.model import keeping_answers, load_model, quiet_libraries

@@ -22,7 +22,7 @@ import kvarve.reference.verify.watched
 from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cli.main import main
 from kvarve.core.cache import Core
-from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.requests.paths import Paths
 from kvarve.pages import boundaries
 from kvarve.pages.keys import root_key

@@ -18,10 +18,10 @@ from prometheus_client.core import Metric
 import residency
 from kvarve import metrics
 from kvarve.core.copies import in_flight
+from kvarve.core.lease import MOVES, Cause, Phase
 from kvarve.core.observe.histograms import Histogram
 from kvarve.core.observe.levels import Ages
 from kvarve.core.observe.reasons import Reason
-from kvarve.core.requests.lease import MOVES, Cause, Phase
 from kvarve.core.tree.tree import Run
 from kvarve.metrics import Snapshot
 from kvarve.pages.pools import Tier
@@ -109,7 +109,7 @@ def all_numbers() -> Snapshot:
         reasons={},
         histograms=defaultdict(Histogram),
         cache=_Figures({"memory_bytes.device": 0.0, "memory_bytes.host": 0.0}),
-        ages=Ages(1, 2),
+        ages=Ages(1, 2, lambda: 0.0),
         flows={lane: Flow(()) for lane in LANES.values()},
         storage=StorageUsage(0, 0, 0, 0),
         storage_up=True,

@@ -16,7 +16,9 @@ from unittest.mock import patch
 from kvarve.core.cache import Core
 from kvarve.core.copies.backups import Backups
 from kvarve.core.copies.in_flight import BACKUP, Op, PartOutcome
+from kvarve.core.requests.growth import Growth
 from kvarve.core.requests.prefetch import Prefetch
+from kvarve.core.requests.resume import Resumption
 from kvarve.core.tree.tree import Run, upward
 from kvarve.pages.boundaries import members, ones, span
 
@@ -46,8 +48,8 @@ class Watch:
             (Run, "take_tail"): lambda run, place, local: (run, place, span(local, run.pages), False),
         }
         causes = {
-            (Core, "publish"): lambda core, *rest: "publish",
-            (Core, "_loaded"): lambda core, *rest: "load",
+            (Growth, "publish"): lambda growth, *rest: "publish",
+            (Resumption, "_loaded"): lambda resumption, *rest: "load",
             (Prefetch, "arrived"): lambda prefetch, *rest: "fetch",
             (Prefetch, "land"): lambda prefetch, *rest: "fetch",
             (Backups, "ended"): lambda backups, op, *rest: "backup" if op.edge == BACKUP else "store",

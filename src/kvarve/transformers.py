@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
 from kvarve.errors import Broken, ConfigError
 from kvarve.reference.engine.identity import Marks, identity_of
 from kvarve.reference.engine.model import forward, token_limit

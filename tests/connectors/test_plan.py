@@ -363,7 +363,7 @@ def test_what_is_told_of_the_host_is_what_it_has() -> None:
                 seen[here] += 1
         assert min(seen.values()) > 5
         core = sim.planner._scheduler.core
-        there = sum(run.here[place].bit_count() for run in core.slot_pools.runs() for place in range(3))
+        there = sum(run.here[place].bit_count() for run in core.tree.runs() for place in range(3))
         assert len(told) == there
 
 

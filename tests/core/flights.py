@@ -1,8 +1,8 @@
 """Copies in a World: those that its core sent, and a request that waits for some from storage."""
 
 from kvarve.core.copies.effects import Copy, Probe
+from kvarve.core.lease import Phase
 from kvarve.core.policies import Patience
-from kvarve.core.requests.lease import Phase
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, World, config, prompt
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from kvarve.core.copies.backups import BACK_OFF_S, BUSY_S, LOOK_AGAIN_S, MAX_BACK_OFF_S, RETRY_BUDGET
+from kvarve.core.copies.dirty import BUSY_S, LOOK_AGAIN_S, RETRY_BUDGET
 from kvarve.core.copies.effects import Copy
-from kvarve.core.requests.lease import Phase
+from kvarve.core.copies.storage_state import BACK_OFF_S, MAX_BACK_OFF_S
+from kvarve.core.lease import Phase
 from kvarve.pages.keys import KEY_BYTES, names, pack, root_key
 from kvarve.pages.pools import PoolSpec, Tier
 from tests.sim.world import ATTENTION, STATE, World, config, fork, prompt, runs
@@ -69,7 +70,7 @@ def test_a_rest_is_twice_as_long_each_time_up_to_a_bound_and_short_again_after_a
     for _ in range(12):
         fail(world)
         begun = world.now
-        assert world.core.backups.back_off_until == pytest.approx(begun + rest_s)
+        assert world.core.storage.back_off_until == pytest.approx(begun + rest_s)
         world.step(later_s=rest_s)
         rest_s = min(MAX_BACK_OFF_S, 2 * rest_s)
     assert rest_s == MAX_BACK_OFF_S
@@ -77,7 +78,7 @@ def test_a_rest_is_twice_as_long_each_time_up_to_a_bound_and_short_again_after_a
     assert len(world.storage.objects) == 4
     write(world, 2)
     fail(world)
-    assert world.core.backups.back_off_until == pytest.approx(world.now + BACK_OFF_S)
+    assert world.core.storage.back_off_until == pytest.approx(world.now + BACK_OFF_S)
 
 
 def test_a_page_that_was_bad_in_the_host_is_not_the_storages_fault() -> None:
@@ -127,7 +128,7 @@ def test_a_storage_that_keeps_failing_is_not_waited_for() -> None:
         assert not world.core.idle()
         fail(world)
         assert not stores(world)
-        world.step(later_s=MAX_BACK_OFF_S) if world.core.backups.failures < RETRY_BUDGET else None
+        world.step(later_s=MAX_BACK_OFF_S) if world.core.storage.failures < RETRY_BUDGET else None
     assert world.core.idle()
 
 
@@ -205,11 +206,13 @@ def test_what_finds_no_room_in_the_host_goes_down_when_there_is_some() -> None:
     assert world.resident(HOST) == 4 and waits.holds, "the pages fetched for it"
     write(world, 2)
     world.settle()
-    assert world.core.idle() and world.core.dirty(), "it waits for host slots, and `idle` does not wait for it"
+    assert world.core.idle() and world.core.backups.count_dirty(), (
+        "it waits for host slots, and `idle` does not wait for it"
+    )
     world.close(waits)
     world.step(later_s=LOOK_AGAIN_S)
     world.settle()
-    assert len(world.storage.objects) == 8 and not world.core.dirty()
+    assert len(world.storage.objects) == 8 and not world.core.backups.count_dirty()
 
 
 # --- few large stores
@@ -275,7 +278,7 @@ def test_a_store_that_hangs_holds_the_rest_of_its_run_for_a_moment() -> None:
     world.step(later_s=BUSY_S / 2)
     (op,) = {*stores(world)} - {hung}
     world.step([world.end(op)])
-    assert len(world.storage.objects) == 14 and world.core.dirty() == 2
+    assert len(world.storage.objects) == 14 and world.core.backups.count_dirty() == 2
 
 
 def _keys(tokens: list[int]) -> list[bytes]:

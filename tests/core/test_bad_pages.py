@@ -4,7 +4,7 @@ import pytest
 from flights import in_flight
 
 from kvarve.core.copies.effects import Copy
-from kvarve.core.requests.lease import Phase
+from kvarve.core.lease import Phase
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, prompt
 

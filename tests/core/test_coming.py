@@ -3,8 +3,8 @@
 import pytest
 
 from kvarve.core.copies.effects import Probe
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience
-from kvarve.core.requests.lease import Lease, Phase
 from kvarve.core.requests.prefetch import ASK_AGAIN_S, ASK_ALL_S, SOON_S
 from kvarve.pages.keys import pack
 from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
@@ -137,7 +137,7 @@ def test_pages_that_storage_has_lost_are_dirty_again_though_others_are_awaited()
     world.request(prompt(6))
     for seed in range(9, 13):
         world.request(prompt(1, seed=seed))  # their states take the slots of the first prompt's
-    run = next(run for run in world.core.slot_pools.runs() if run.pages == 6)
+    run = next(run for run in world.core.tree.runs() if run.pages == 6)
     stored = run.stored[1]
     assert stored & 0b11 == 0b11
     for position in (0, 1):

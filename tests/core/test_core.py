@@ -7,8 +7,8 @@ from flights import fetching
 
 from kvarve.core.cache import Core
 from kvarve.core.core_config import CoreConfig
+from kvarve.core.lease import Phase
 from kvarve.core.policies import WAIT_COMPLETE
-from kvarve.core.requests.lease import Phase
 from kvarve.errors import ConfigError
 from kvarve.pages.keys import TOKEN_BYTES, extend, pack
 from kvarve.pages.pools import Tier
@@ -53,7 +53,7 @@ def test_a_sequence_that_goes_on_is_kept_where_it_ends_now() -> None:
     world = World(config=config(ATTENTION, STATE))
     lease = world.start(prompt(3))
     world.extend(lease, prompt(6)[3 * PAGE_TOKENS + 1 :])
-    assert world.core.keepable(lease) == 6
+    assert lease.pages == 6
     world.grow(lease, 6)
     world.publish(lease, 6)
     world.close(lease)
@@ -77,12 +77,12 @@ def test_a_sequence_may_be_known_otherwise_from_where_it_is_not_published() -> N
     world.publish(lease, 2)
     begun, other = lease.keys, prompt(4, seed=9)[2 * PAGE_TOKENS :]
     with pytest.raises(AssertionError, match="keeps its name"):
-        core.extend(lease, pack(other), 2 * TOKEN_BYTES * PAGE_TOKENS)  # of which one page is published
+        core.growth.extend(lease, pack(other), 2 * TOKEN_BYTES * PAGE_TOKENS)  # of which one page is published
     assert lease.keys == begun
-    core.extend(lease, pack(other), (PAGE_TOKENS + 1) * TOKEN_BYTES)
+    core.growth.extend(lease, pack(other), (PAGE_TOKENS + 1) * TOKEN_BYTES)
     whole = prompt(2, extra=0) + other
     assert lease.keys == b"".join(extend(lease.root, pack(whole), PAGE_TOKENS))
-    assert core.keepable(lease) == 4
+    assert lease.pages == 4
 
 
 # --- thresholds, deadlines, and answers about no copy in flight
@@ -124,12 +124,12 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
     world.publish(ready, 2)
     core, before = world.core, dump(world.core)
     for illegal in (
-        lambda: core.grow(early, 1),
-        lambda: core.publish(early, 0),
-        lambda: core.slots(early, 0),
-        lambda: core.grow(ready, 6),
-        lambda: core.publish(ready, 5),
-        lambda: core.publish(ready, 1),
+        lambda: core.growth.grow(early, 1),
+        lambda: core.growth.publish(early, 0),
+        lambda: core.growth.slots(early, 0),
+        lambda: core.growth.grow(ready, 6),
+        lambda: core.growth.publish(ready, 5),
+        lambda: core.growth.publish(ready, 1),
     ):
         with pytest.raises(AssertionError):
             illegal()

@@ -5,8 +5,7 @@ from itertools import count
 
 import pytest
 
-from kvarve.core.requests.engine_blocks import EngineCore
-from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.lease import Lease, Phase
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, config, fork, prompt
 from tests.sim.world.engine_blocks_world import EngineWorld
@@ -124,9 +123,8 @@ def test_saving_later_pages_does_not_evict_those_that_they_rest_on() -> None:
         here.forward(lease, pages)
         here.save(lease, -1)
         here.settle()
-    core = here.core
-    assert isinstance(core, EngineCore)
-    assert core.kept(lease) == core.kept(lease, coming=False) == 4
+    core, blocks = here.core, here.core.engine_blocks
+    assert blocks.kept(lease) == blocks.kept(lease, coming=False) == 4
     assert (core.counters.backed_up, core.counters.uncached) == (8, 2 * 5), "each page is copied, or counted, once"
 
 

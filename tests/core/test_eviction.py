@@ -93,7 +93,7 @@ def test_an_order_forgets_what_left_the_tree(order: str) -> None:
     world = World(config=config(ATTENTION, device=8, eviction=order))
     for request in range(40):
         world.request(prompt(2, seed=request // 2))
-    kept = world.core.slot_pools.orders[int(Tier.DEVICE)]
+    kept = world.core.candidates.orders[int(Tier.DEVICE)]
     assert len(kept.runs()) <= 16
     world.flush(Tier.DEVICE)
     assert not isinstance(kept, S3Fifo) or (not kept._proven and not kept._counted)
@@ -109,8 +109,9 @@ def test_a_state_ages_slower_the_more_it_saves_for_its_bytes(pages: int, expecte
 def test_states_age_slower_only_where_what_leaves_is_lost() -> None:
     def saved_by(**tiers: int) -> list[float]:
         """The bytes of a page as part of those of a state, by tier."""
-        pools = World(config=config(ATTENTION, STATE, **tiers)).core.slot_pools
-        return [pools.orders[pools.place(tier, 1)].context.chain_bytes_of_snapshot for tier in pools.memory]
+        core = World(config=config(ATTENTION, STATE, **tiers)).core
+        places = [core.slot_pools.place(tier, 1) for tier in core.slot_pools.memory]
+        return [core.candidates.orders[place].context.chain_bytes_of_snapshot for place in places]
 
     assert saved_by(device=8) == [1.0, 0.0]
     assert saved_by(device=8, host=8) == [0.0, 1.0], "what leaves the device comes back from the host, byte by byte"

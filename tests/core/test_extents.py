@@ -56,9 +56,9 @@ def test_what_has_moved_is_told_once_and_pools_have_no_more_memory_than_there_is
     behind = set[tuple[int, int]]()  # pools and extents that have memory
     for _ in range(400):
         pool = dice.randrange(2)
-        mine = [extent for extent, owner in enumerate(extents.pool_of) if owner == pool]
+        mine, per = [at for at, owner in enumerate(extents.pool_of) if owner == pool], extents.cut.per[pool]
         if mine and dice.random() < 0.5:  # all but the chosen ones are in use
-            used = [slot for extent in mine for slot in extents.slots(pool, extent) if dice.random() < 0.5]
+            used = [slot for extent in mine for slot in range(extent * per, (extent + 1) * per) if dice.random() < 0.5]
             extents.take(pool, used)
             extents.loosen(pool, array("i"))
             extents.give(pool, used)
@@ -105,7 +105,7 @@ def test_prompts_alone_take_what_states_do_not_use_and_states_take_it_back() -> 
         world.request(prompt(15, seed=seed))
     assert all(world.hit(prompt(15, seed=seed))[0] == 0 for seed in range(4)), "no states are kept"
     assert owned(world)[0] == 15, "all but the least of the states"
-    assert len(world.core.slot_pools.reserve(1, 15, b"any")) == 15 and owned(world) == [1, 15]
+    assert len(world.core.evictions.reserve(1, 15, b"any")) == 15 and owned(world) == [1, 15]
 
 
 def test_the_pool_whose_next_victim_was_used_longest_ago_gives() -> None:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from kvarve.core.observe.ghosts import Left
+from kvarve.core.tree.ghosts import Left
 from kvarve.pages.keys import pack, root_key
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
@@ -15,11 +15,11 @@ DEVICE, HOST, STORAGE = Tier
 def left(world: World, tokens: Sequence[int], salt: str = "") -> Left:
     root, packed = root_key(b"world", salt), pack(tokens)
     known = world.core.lookup(root, packed).known
-    return world.core.slot_pools.ghosts.of(root, packed, known)
+    return world.core.tree.ghosts.of(root, packed, known)
 
 
 def pages(world: World) -> int:
-    return world.core.slot_pools.ghosts._pages
+    return world.core.tree.ghosts._pages
 
 
 def test_a_prompt_that_left_is_remembered_up_to_where_another_goes_its_own_way() -> None:
@@ -35,7 +35,7 @@ def test_a_prompt_that_left_is_remembered_up_to_where_another_goes_its_own_way()
 
 def test_what_is_forgotten_makes_the_list_of_its_salt_partial() -> None:
     world = World(config=config(ATTENTION, device=16))
-    world.core.slot_pools.ghosts._limit = 40
+    world.core.tree.ghosts._limit = 40
     for seed in range(3):
         world.request(prompt(12, seed=seed))
         world.flush(DEVICE)
@@ -50,7 +50,7 @@ def test_what_is_forgotten_makes_the_list_of_its_salt_partial() -> None:
 
 def test_a_salt_with_more_than_its_share_forgets_its_own_first() -> None:
     world = World(config=config(ATTENTION, device=2000))
-    ghosts = world.core.slot_pools.ghosts
+    ghosts = world.core.tree.ghosts
     ghosts._limit = 3000
     world.request(prompt(12), salt="small")
     world.flush(DEVICE)
@@ -67,7 +67,7 @@ def test_of_random_traffic_exactly_what_was_there_and_is_not_is_remembered() -> 
         dice = random.Random(seed)
         pools = dice.choice([(ATTENTION,), (ATTENTION, STATE), (STATE,)])
         world = World(config=config(*pools, device=dice.choice([8, 14]), host=dice.choice([0, 12])))
-        world.core.slot_pools.ghosts._limit = 10**6
+        world.core.tree.ghosts._limit = 10**6
         ever = set[tuple[int, ...]]()
         asked = list[list[int]]()
         for _ in range(40):

@@ -1,7 +1,7 @@
 """A prompt that is handed over goes to storage whatever the policies say, and again if the storage has evicted it."""
 
 from kvarve.core.copies.effects import Copy
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
 from kvarve.pages.keys import KEY_BYTES
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, World, config, prompt

@@ -3,6 +3,7 @@
 import pytest
 from flights import copies, in_flight
 
+from kvarve.core.lease import Prompt
 from kvarve.pages.keys import pack, root_key
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, dump, fork, prompt
@@ -56,7 +57,7 @@ def test_salts_share_nothing_even_where_the_tokens_are_the_same_bytes_in_memory(
     world = World(config=config(ATTENTION))
     world.request(prompt(4), salt="mine")
     tokens = pack(prompt(4))
-    mine, yours = (world.core.open(root_key(b"world", salt), tokens, now=0.0) for salt in ("mine", "yours"))
+    mine, yours = (world.core.open(Prompt(root_key(b"world", salt), tokens), now=0.0) for salt in ("mine", "yours"))
     assert world.core.claim(mine, now=0.0) and world.core.claim(yours, now=0.0)
     assert (mine.boundary, yours.boundary) == (4, 0)
 

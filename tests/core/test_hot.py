@@ -129,6 +129,7 @@ def test_it_is_bounded_and_agrees_with_what_a_prompt_would_find(turns: int, most
     def live() -> tuple[World, dict[bytes, tuple[bytes, bytes]]]:
         world, dice = watched(pools=(ATTENTION, STATE), device=40, host=80), random.Random(0)
         world.core.hot = Hot(most)
+        world.core.context.tell.add(world.core.hot)
         of_key = dict[bytes, tuple[bytes, bytes]]()
         for turn in range(turns):
             tokens, salt = prompt(dice.randint(1, 8), seed=dice.randrange(turns // 75 or 2)), dice.choice("abc")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvarve.core.requests.lease import MOVES, WAITS_FOR, Cause, Phase
+from kvarve.core.lease import MOVES, WAITS_FOR, Cause, Phase
 from tests.sim.world import ATTENTION, World, config, prompt
 
 

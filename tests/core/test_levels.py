@@ -3,7 +3,7 @@
 from flights import fetching
 
 from kvarve.core.copies.in_flight import BACKUP, FETCH, LOAD, STORE, Edge
-from kvarve.core.observe.levels import pinned
+from kvarve.core.observe.headroom import pinned
 from kvarve.core.policies import WAIT_COMPLETE
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, STATE, WINDOW, World, config, fork, prompt
@@ -109,7 +109,7 @@ def test_a_load_into_an_engines_blocks_pins_its_sources_in_the_host_and_nothing_
 
 def test_a_page_lives_from_its_arrival_to_its_eviction_and_idles_from_its_last_use() -> None:
     world = World(config=config(ATTENTION, device=8))
-    ages = world.core.slot_pools.ages
+    ages = world.core.ages
     world.request(prompt(4))
     world.step(later_s=20.0)
     world.request(prompt(4))

@@ -1,8 +1,8 @@
 """A request that waits for its turn finds what has come to storage meanwhile."""
 
 from kvarve.core.copies.effects import Probe
-from kvarve.core.observe.reasons import Reason
-from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.observe.reasons import Reason, explain
 from kvarve.core.requests.prefetch import LOOK_AGAIN_S, LOOK_AHEAD
 from kvarve.pages.keys import pack
 from kvarve.pages.pools import Tier
@@ -41,7 +41,7 @@ def test_what_was_stored_and_has_left_memory_since_is_found_at_once() -> None:
     world.flush(DEVICE, HOST)
     world.now += LOOK_AGAIN_S / 2
     assert world.ready(lease) and lease.from_tiers() == (0, 0, 6)
-    assert Reason.EVICTED_STORAGE not in world.core.explain(lease)
+    assert Reason.EVICTED_STORAGE not in explain(lease, world.core.paths)
 
 
 def test_what_storage_has_evicted_is_told_so() -> None:
@@ -53,7 +53,7 @@ def test_what_storage_has_evicted_is_told_so() -> None:
     world.settle()
     world.now += LOOK_AGAIN_S / 2
     assert world.ready(lease) and lease.boundary == 0
-    assert world.core.explain(lease)[Reason.EVICTED_STORAGE] == 12
+    assert explain(lease, world.core.paths)[Reason.EVICTED_STORAGE] == 12
 
 
 def test_those_that_wait_longest_are_looked_up_again() -> None:

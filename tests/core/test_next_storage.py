@@ -2,7 +2,7 @@
 
 from kvarve.core.copies.in_flight import STORE
 from kvarve.core.core_config import CoreConfig
-from kvarve.core.requests.lease import Phase
+from kvarve.core.lease import Phase
 from kvarve.pages.keys import pack
 from kvarve.pages.pools import Tier
 from tests.sim.world import World
@@ -35,7 +35,7 @@ def test_the_share_of_stores_that_hang_on_a_storage_that_is_gone_is_there_for_th
     world = hanging(config(ATTENTION, device=64, host=20, storage=True), 1, 2, 3)
     world.attach(back_up=True)
     carry_all(world)
-    assert len(world.storage.objects) == 12 and not world.core.dirty()
+    assert len(world.storage.objects) == 12 and not world.core.backups.count_dirty()
 
 
 def test_a_store_that_fails_is_tried_again_though_others_hang_on_a_storage_that_is_gone() -> None:
@@ -44,7 +44,7 @@ def test_a_store_that_fails_is_tried_again_though_others_hang_on_a_storage_that_
     world.attach(back_up=True)
     world.request(prompt(4, seed=2), rest=False)
     carry_all(world, lost=-1)
-    assert len(world.storage.objects) == 8 and not world.core.dirty()
+    assert len(world.storage.objects) == 8 and not world.core.backups.count_dirty()
 
 
 def test_the_share_of_fetches_that_hang_on_a_storage_that_is_gone_is_there_for_the_next() -> None:

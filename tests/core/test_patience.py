@@ -3,8 +3,8 @@
 import pytest
 
 from kvarve.core.copies.effects import Began
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import Patience
-from kvarve.core.requests.lease import Lease, Phase
 from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
 
 
@@ -89,7 +89,7 @@ def test_wait_complete_waits_as_long_as_copies_end_one_by_one(each: bool) -> Non
 def test_patience_counts_from_the_first_step_for_a_request_that_came_before_it() -> None:
     world = stocked(1)
     lease = waiting(world, 0, Patience(2))
-    lease.postpone(1000.0)
+    world.core.prefetch.postpone(lease, 1000.0)
     world.step(later_s=1001.9)
     assert lease.phase is Phase.PROBING
     world.step(later_s=0.2)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
+from kvarve.core.observe.reasons import explain
 from kvarve.pages.keys import pack
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, PAGE_TOKENS, PATIENCES, STATE, World, config, fork, prompt
@@ -15,7 +16,7 @@ HOLDS = config(ATTENTION, device=16, host=32, storage=True)  # all that a test a
 
 def why(world: World, lease: Lease) -> dict[str, int]:
     """Tokens by the name of their reason."""
-    found = {reason.value: tokens for reason, tokens in world.core.explain(lease).items()}
+    found = {reason.value: tokens for reason, tokens in explain(lease, world.core.paths).items()}
     assert sum(found.values()) == lease.length
     return found
 

@@ -60,9 +60,9 @@ def resident(core: Core) -> Pages:
     """By tier and pool, the keys of the pages in the tree."""
     slot_pools, pools = core.slot_pools, range(len(core.config.pools))
     found = Pages()
-    for run in slot_pools.runs():
+    for run in core.tree.runs():
         places = [(slot_pools.tier(place), place % len(pools), here) for place, here in enumerate(run.here)]
-        places += [(Tier.STORAGE, pool, run.stored[pool]) for pool in pools if core.copies.storage]
+        places += [(Tier.STORAGE, pool, run.stored[pool]) for pool in pools if core.storage.attached]
         for tier, pool, here in places:
             if here:
                 found.setdefault((tier, pool), set()).update(run.key(run.first + local) for local in members(here))

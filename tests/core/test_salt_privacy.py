@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvarve.core.copies.effects import Probe, Transfer
+from kvarve.core.observe.reasons import explain
 from kvarve.pages.keys import root_key
 from tests.sim.world import Life, World
 from tests.sim.world.life import Action, Director, act
@@ -80,6 +81,6 @@ def compare(seed: int, share: float, seen: Counter[str]) -> None:
         for mine, theirs in zip(near.leases, far.leases, strict=True):
             assert (mine.phase, mine.boundary, mine.own) == (theirs.phase, theirs.boundary, theirs.own)
             if mine.ready and mine.root == root_key(b"world", ASKS):
-                assert near.core.explain(mine) == far.core.explain(theirs)
-                seen.update(reason.value for reason in near.core.explain(mine))
-        assert near.core.slot_pools.evicted == far.core.slot_pools.evicted
+                assert explain(mine, near.core.paths) == explain(theirs, far.core.paths)
+                seen.update(reason.value for reason in explain(mine, near.core.paths))
+        assert near.core.residency.evicted == far.core.residency.evicted

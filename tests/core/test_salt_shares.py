@@ -6,7 +6,7 @@ import pytest
 
 from kvarve.core.cache import Core
 from kvarve.core.core_config import CoreConfig
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease, Prompt
 from kvarve.core.slots.shares import SaltShares
 from kvarve.pages.keys import pack, root_key
 from kvarve.pages.pools import Tier
@@ -14,7 +14,7 @@ from tests.sim.world import ATTENTION, STATE, WINDOW, World, config, prompt
 
 
 def shares(world: World) -> SaltShares:
-    found = world.core.slot_pools.salt_shares
+    found = world.core.candidates.salt_shares
     assert found is not None
     return found
 
@@ -62,13 +62,13 @@ def test_a_quiet_tenant_hits_all_beside_a_flood_of_requests_that_run_side_by_sid
     running, asked, hits = deque[Lease](), 0, 0
 
     def begin(salt: str, seed: int) -> Lease:
-        lease = core.open(root_key(b"world", salt), pack(prompt(8, seed)), 0.0)
+        lease = core.open(Prompt(root_key(b"world", salt), pack(prompt(8, seed))), 0.0)
         core.claim(lease, 0.0)
-        core.grow(lease, core.keepable(lease))
+        core.growth.grow(lease, lease.pages)
         return lease
 
     def end(lease: Lease) -> None:
-        core.publish(lease, lease.grown)
+        core.growth.publish(lease, lease.grown)
         core.close(lease)
         core.step([], 0.0)
 
@@ -119,4 +119,4 @@ def test_salts_that_keep_nothing_are_forgotten() -> None:
     for number in range(20):
         ask(world, 0, f"salt {number}")
     world.flush(Tier.DEVICE)
-    assert not shares(world).held and not shares(world).orders
+    assert not shares(world).held and not world.core.candidates.of_salt

@@ -1,8 +1,8 @@
 """Several requests for the same pages of storage: each page is fetched once, and awaited by all."""
 
 from kvarve.core.copies.effects import Began, Copy
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import WAIT_COMPLETE, Patience
-from kvarve.core.requests.lease import Lease, Phase
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, STATE, World, config, prompt
 

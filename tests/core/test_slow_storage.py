@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from kvarve.core.copies.backups import MAX_BACK_OFF_S, QUARANTINE_S, RETRY_BUDGET
+from kvarve.core.copies.dirty import QUARANTINE_S, RETRY_BUDGET
 from kvarve.core.copies.effects import Refusal
 from kvarve.core.copies.in_flight import STORE
+from kvarve.core.copies.storage_state import MAX_BACK_OFF_S
 from kvarve.core.policies import WritePolicy
 from kvarve.pages.keys import pack
 from kvarve.pages.pools import Tier
@@ -57,7 +58,7 @@ def test_what_the_host_lost_before_it_was_stored_is_stored_from_the_device() -> 
         world.step([world.end(op) for op in stores(world)[: seed % 3 == 0]])
     assert len(world.storage.objects) < 15 * 5 / 2
     world.settle()
-    assert len(world.storage.objects) == 15 * (4 + 1) and not world.core.dirty()
+    assert len(world.storage.objects) == 15 * (4 + 1) and not world.core.backups.count_dirty()
     assert world.core.counters.dropped_evicted == 0
 
 
@@ -70,7 +71,7 @@ def test_after_an_outage_everything_that_is_in_memory_is_stored(prompts: int) ->
         world.request(prompt(1, seed=seed, extra=1))
     world.attach(store)
     world.settle()
-    assert len(store.objects) == prompts and not world.core.dirty()
+    assert len(store.objects) == prompts and not world.core.backups.count_dirty()
 
 
 def with_a_run_that_storage_refuses() -> World:
@@ -89,10 +90,10 @@ def with_a_run_that_storage_refuses() -> World:
 def test_a_run_whose_stores_fail_is_tried_again_after_a_while_without_being_used() -> None:
     world = with_a_run_that_storage_refuses()
     assert world.core.counters.given_up == 1 and len(world.storage.objects) == 4 * 2 * RETRY_BUDGET
-    assert world.core.idle() and world.core.dirty(), "it is dirty, and `idle` does not wait for it"
+    assert world.core.idle() and world.core.backups.count_dirty(), "it is dirty, and `idle` does not wait for it"
     world.step(later_s=QUARANTINE_S)
     world.settle()
-    assert len(world.storage.objects) == 4 * (1 + 2 * RETRY_BUDGET) and not world.core.dirty()
+    assert len(world.storage.objects) == 4 * (1 + 2 * RETRY_BUDGET) and not world.core.backups.count_dirty()
 
 
 @pytest.mark.parametrize("down", [False, True], ids=["storage that fails", "storage that is down"])
@@ -124,16 +125,16 @@ def test_what_leaves_memory_while_storage_takes_nothing_is_counted_by_why_it_doe
     world.step(later_s=MAX_BACK_OFF_S)
     world.settle()
     assert len(world.storage.objects) == 5
-    assert world.core.backups.refused is Refusal.NONE, "there is room again"
+    assert world.core.storage.refused is Refusal.NONE, "there is room again"
 
 
 def test_to_a_storage_that_is_only_to_be_read_nothing_is_sent_and_nothing_is_given_up() -> None:
     world = World(config=config(ATTENTION, STATE, host=64, storage=True))
     world.request(prompt(4, seed=1))
     world.settle()
-    world.core.backups.only_read = True
+    world.core.storage.only_read = True
     write(world, 2)
-    assert not stores(world) and not world.core.dirty() and world.core.idle()
+    assert not stores(world) and not world.core.backups.count_dirty() and world.core.idle()
     world.flush(DEVICE, HOST)
     assert not any(getattr(world.core.counters, f"dropped_{why}") for why in WHY)
     assert world.core.counters.stored == len(world.storage.objects) == 5
@@ -151,8 +152,8 @@ def test_lines_of_what_waits_remember_nothing_that_has_left_the_tree() -> None:
     world = World(config=config(ATTENTION, device=16, host=16, storage=True))
     for seed in range(30):
         write(world, seed, pages=2)
-    backups = world.core.backups
-    assert stores(world) and len(backups.pending_store) + len(backups.pending_backup) + len(backups.quarantined) <= 32
+    dirty = world.core.backups.dirty
+    assert stores(world) and len(dirty.to_store) + len(dirty.to_host) + len(dirty.quarantined) <= 32
 
 
 # --- storage and the host's pages

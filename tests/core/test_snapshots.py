@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.core.requests.engine_blocks import core_for
-from kvarve.core.requests.snapshots import Snapshots
+from kvarve.core.cache import Core
+from kvarve.core.policies import Snapshots
 from kvarve.pages.boundaries import members, of
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
@@ -95,7 +95,7 @@ def test_it_keeps_none_on_the_way_where_they_take_what_others_need(where: dict[s
 
 def test_a_device_of_an_engine_keeps_what_the_engine_wants() -> None:
     cut = {"host": [64, [1, 1], [2, 2]]}
-    assert not core_for(config(ATTENTION, STATE, device=None, host=64, cut=cut, step_share=1.0)).slot_pools.step(64)
+    assert not Core(config(ATTENTION, STATE, device=None, host=64, cut=cut, step_share=1.0)).slot_pools.step(64)
 
 
 def test_a_prompt_that_has_lost_its_end_is_resumed_on_the_way() -> None:
@@ -128,8 +128,8 @@ def test_states_that_are_kept_because_there_is_room_are_copied_nowhere_until_a_p
     world.request(prompt(8), chunks=8)
     world.settle()
     assert (world.resident(Tier.DEVICE, pool=1), world.resident(Tier.HOST, pool=1)) == (8, 1)
-    assert world.core.backups.dirty() == 0
+    assert world.core.backups.count_dirty() == 0
     world.request(fork(5, word=1), chunks=8)
     world.settle()
     assert world.resident(Tier.HOST, pool=1) == 4, "where each ends or can be resumed, and where one left the other"
-    assert world.core.backups.dirty() == 0
+    assert world.core.backups.count_dirty() == 0

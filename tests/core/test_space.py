@@ -2,7 +2,7 @@
 
 from array import array
 
-from kvarve.core.requests.lease import Phase
+from kvarve.core.lease import Phase
 from kvarve.pages.keys import root_key
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, INDEX, STATE, World, config, fork, prompt
@@ -73,11 +73,11 @@ def test_a_sequence_computes_in_slots_that_lie_in_a_row_if_there_are_such() -> N
     world = World(config=config(ATTENTION, device=64))
     slot_pools = world.core.slot_pools
     slot_pools.free[0] = array("i", [40, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 3, 9, 1, 7])
-    slot_pools.straighten(0, 3, b"any", after=-1)
+    slot_pools.straighten(0, 3, after=-1)
     assert [slot_pools.free[0].pop() for _ in range(3)] == [20, 21, 22]
-    slot_pools.straighten(0, 1, b"any", after=22)
+    slot_pools.straighten(0, 1, after=22)
     assert slot_pools.free[0].pop() == 23
-    slot_pools.straighten(0, 2, b"any", after=7)
+    slot_pools.straighten(0, 2, after=7)
     assert [slot_pools.free[0].pop() for _ in range(2)] == [24, 25]
 
 
@@ -87,8 +87,8 @@ def test_a_sequence_computes_in_slots_that_lie_in_a_row_if_there_are_such() -> N
 def test_a_salt_under_which_nothing_is_kept_is_forgotten() -> None:
     world = World(config=config(ATTENTION))
     world.close(world.open(prompt(4), salt="shy"))
-    assert not world.core.slot_pools.roots
+    assert not world.core.tree.roots
     world.request(prompt(4), salt="loud")
-    assert [*world.core.slot_pools.roots] == [root_key(b"world", "loud")]
+    assert [*world.core.tree.roots] == [root_key(b"world", "loud")]
     world.flush(DEVICE)
-    assert not world.core.slot_pools.roots
+    assert not world.core.tree.roots

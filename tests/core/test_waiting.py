@@ -4,8 +4,8 @@ import pytest
 from flights import fetching, in_flight
 
 from kvarve.core.copies.effects import Began, Probe
+from kvarve.core.lease import Phase
 from kvarve.core.policies import BEST_EFFORT, Patience, Policies
-from kvarve.core.requests.lease import Phase
 from kvarve.errors import ConfigError
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, STATE, World, config, prompt

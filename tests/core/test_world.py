@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from kvarve.core.cache import Core
 from kvarve.core.copies.backups import Backups
 from kvarve.core.core_config import CoreConfig, Counters
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.observe.reasons import Reason
 from kvarve.core.policies import Policies
-from kvarve.core.requests.lease import Lease, Phase
-from kvarve.core.slots.slot_pools import SlotPools
+from kvarve.core.requests.growth import Growth
+from kvarve.core.requests.resume import Resumption
+from kvarve.core.tree.prefix_tree import PrefixTree
 from kvarve.core.tree.tree import Run
 from kvarve.pages.boundaries import members
 from tests.sim.world import Life, Trouble, attempt, born, live, shrink
@@ -143,14 +144,14 @@ def test_ranks_in_processes_of_their_own_do_not_drift_apart() -> None:
 
 
 def hand_the_wrong_slot(broken: pytest.MonkeyPatch) -> None:
-    honest = Core.slots
+    honest = Growth.slots
 
-    def slots(core: Core, lease: Lease, pool: int) -> tuple[range, list[int]]:
-        positions, found = honest(core, lease, pool)
-        turned = (core.slot_pools.capacity[pool] - 1 - slot for slot in found)
-        return positions, [*turned] if core.lookbacks[pool] == 1 and lease.boundary > 2 else found
+    def slots(growth: Growth, lease: Lease, pool: int) -> tuple[range, list[int]]:
+        positions, found = honest(growth, lease, pool)
+        turned = (growth._paths.slot_pools.capacity[pool] - 1 - slot for slot in found)
+        return positions, [*turned] if growth._paths.lookbacks[pool] == 1 and lease.boundary > 2 else found
 
-    broken.setattr(Core, "slots", slots)
+    broken.setattr(Growth, "slots", slots)
 
 
 def mix_up_two_pages(broken: pytest.MonkeyPatch) -> None:
@@ -169,17 +170,17 @@ def mix_up_two_pages(broken: pytest.MonkeyPatch) -> None:
 
 
 def never_lose_patience(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(Core, "_check_deadline", lambda core, lease: None)
+    broken.setattr(Resumption, "check_deadline", lambda resumption, lease: None)
 
 
 def throw_dice(broken: pytest.MonkeyPatch) -> None:
-    honest = SlotPools.touch
+    honest = PrefixTree.touch
 
-    def touch(slot_pools: SlotPools, run: Run, positions: int) -> None:
-        honest(slot_pools, run, positions)
-        slot_pools.tick += random.randrange(2)
+    def touch(tree: PrefixTree, run: Run, positions: int) -> None:
+        honest(tree, run, positions)
+        tree.tick += random.randrange(2)
 
-    broken.setattr(SlotPools, "touch", touch)
+    broken.setattr(PrefixTree, "touch", touch)
 
 
 def broken_life() -> tuple[Life, Trouble]:

@@ -3,7 +3,7 @@
 import pytest
 from flights import copies, fetching
 
-from kvarve.core.copies.backups import RETRY_BUDGET
+from kvarve.core.copies.dirty import RETRY_BUDGET
 from kvarve.core.copies.effects import Probe
 from kvarve.core.copies.governor import SAMPLE
 from kvarve.core.policies import WAIT_COMPLETE, WritePolicy

@@ -200,7 +200,7 @@ def test_pages_fetched_for_later_requests_keep_no_slots_from_the_first_in_line(m
     engine.cache.settle()
     engine.cache.flush([Tier.HOST])
     state = next(i for i, pool in enumerate(model.identity.pools) if pool.in_place)
-    core.slot_pools.evict(state, 99)  # of the prompt storage alone has a state now, and the device all the rest
+    core.evictions.evict(state, 99)  # of the prompt storage alone has a state now, and the device all the rest
     running = engine.submit(a_request(a_prompt(8, 2), 16))
     turns(engine, lambda: engine.load()[0] == 1)
     first, behind = engine.submit(a_request(a_prompt(15 * PAGE, 3), 1)), engine.submit(a_request(prompt, 1))
@@ -220,4 +220,4 @@ def test_a_requests_priority_reaches_its_pages(make: Make) -> None:
     request.priority = 7
     engine.submit(request)
     turns(engine, lambda: engine.counts.finished == 1)
-    assert {run.priority for run in engine.cache.scheduler.core.slot_pools.runs() if run.parent} == {7}
+    assert {run.priority for run in engine.cache.scheduler.core.tree.runs() if run.parent} == {7}

@@ -15,8 +15,8 @@ from engines import MIB, every_dtype, every_family
 from engines import a_model as a_loaded_model
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
-from kvarve.core.requests.lease import Lease
 from kvarve.errors import ConfigError, ModelError
 from kvarve.pages.pools import ModelIdentity, Tier
 from kvarve.reference.engine.model import forward

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
-from kvarve.core.requests.lease import Lease
 from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.pages.ticket import Ticket
 from kvarve.storage import MemoryStorage
@@ -129,7 +129,7 @@ class Request:
         """Compute up to the next line of the grid as an engine does; False when the prompt is done."""
         stop = min(len(self.tokens), (self.at // CHUNK + 1) * CHUNK)
         self.at = stop
-        upto = min(stop // PAGE, self.cache.scheduler.core.keepable(self.lease))
+        upto = min(stop // PAGE, self.lease.pages)
         if stop % CHUNK == 0 and upto > self.lease.grown:
             fresh = self.cache.grow(self.lease, upto)
             for pool in self.cache.identity.pools:

@@ -23,7 +23,7 @@ from filling import (
 from gates import threads
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.copies.in_flight import STORE
-from kvarve.core.requests.lease import Phase
+from kvarve.core.lease import Phase
 from kvarve.errors import Busy, ConfigError, KvarveError, StorageError
 from kvarve.pages.pools import Tier
 from kvarve.testing import FaultyStorage
@@ -86,7 +86,7 @@ def test_what_a_policy_does_not_want_is_not_stored_because_a_store_was_down(make
         run(cache, prompt(4.5, seed=store.counts["exists"]))
     run(cache, LONG)
     store.dead = False
-    until(cache, lambda: cache.scheduler.core.copies.storage)
+    until(cache, lambda: cache.scheduler.core.storage.attached)
     settle(cache)
     assert store.usage().objects == 0
 
@@ -195,7 +195,7 @@ def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make)
     assert gone_depot.closed.wait(LONG_S), "it is given up"
     assert not old.closed.is_set(), "and not closed during a call"
     run(cache, OTHER)
-    until(cache, lambda: new.counts["put"] > 0 and not cache.scheduler.core.backups.pending_backup)
+    until(cache, lambda: new.counts["put"] > 0 and not cache.scheduler.core.backups.dirty.to_host)
     assert cache.scheduler.core.copies.ops, "copies that hang keep their slots"
     old.release()
     until(cache, lambda: not cache.scheduler.core.copies.ops)

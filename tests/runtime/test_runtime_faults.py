@@ -118,9 +118,7 @@ def test_one_flush_evicts_all_unpinned_pages_whatever_was_used_last(make: Make) 
     for seed in (1, 2):
         run(cache, prompt(8.5, seed, prefix=stem))
     settle(cache)
-    assert (
-        cache.scheduler.core.slot_pools.evict(0, 8) == 8
-    )  # both ends leave the device, so that the stem could go next
+    assert cache.scheduler.core.evictions.evict(0, 8) == 8  # both ends leave the device, so that the stem could go next
     assert used(cache)["device.attention"] == 4
     assert run(cache, prompt(8.5, seed=3, prefix=stem)) == (4, 0, 0)  # but it gets a new end, used later than itself
     cache.flush([Tier.DEVICE])
@@ -143,7 +141,7 @@ def test_a_shutdown_does_not_wait_for_a_storage_that_is_down(make: Make, monkeyp
     run(cache, LONG)
     while cache.up:
         cache.wait(0.01)
-        cache.scheduler.core.retry()
+        cache.scheduler.core.storage.retry()
         cache.step()
     monkeypatch.setattr(cache, "settle", waited.append)
     cache.shutdown()

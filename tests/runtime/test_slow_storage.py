@@ -9,7 +9,7 @@ from filling import Clock, Make, Request, a_region, a_store, prompt, run, settle
 
 from kvarve.cache import prefix_cache
 from kvarve.cache.prefix_cache import PrefixCache
-from kvarve.core.requests.lease import Phase
+from kvarve.core.lease import Phase
 from kvarve.pages.pools import Tier
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage
@@ -84,9 +84,9 @@ def test_what_was_computed_during_an_outage_is_stored_after_it(make: Make) -> No
     store.dead = True
     for seed in range(8):
         run(cache, prompt(4.5, seed=seed))
-    until(cache, lambda: not cache.up and not cache.scheduler.core.copies.storage)
+    until(cache, lambda: not cache.up and not cache.scheduler.core.storage.attached)
     store.dead = False
-    until(cache, lambda: cache.scheduler.core.copies.storage)
+    until(cache, lambda: cache.scheduler.core.storage.attached)
     assert cache.settle(LONG_S)
     again = make(FaultyStorage(region, stays=True))
     assert [run(again, prompt(4.5, seed=seed))[2] for seed in range(8)] == [4] * 8
@@ -99,7 +99,7 @@ def test_settling_says_no_if_something_could_not_be_stored(make: Make) -> None:
     store.dead = True
     assert not cache.settle(LONG_S)
     store.dead = False
-    until(cache, lambda: cache.scheduler.core.copies.storage)
+    until(cache, lambda: cache.scheduler.core.storage.attached)
     assert cache.settle(LONG_S)
 
 
@@ -131,7 +131,7 @@ def whose_put_hangs(make: Make, detached: bool) -> PrefixCache:
         cache.worker.detach()
     else:
         clock.now += 2.0
-    until(cache, lambda: not cache.scheduler.core.copies.storage)
+    until(cache, lambda: not cache.scheduler.core.storage.attached)
     assert cache.scheduler.core.copies.ops, "the call hangs"
     return cache
 

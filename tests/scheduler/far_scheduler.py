@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from wire import Answer, Call, Number, Standing, Wire
 
-from kvarve.core.requests.lease import Phase
+from kvarve.core.lease import Phase
 
 ATTRIBUTES = {"now", "storage_up", "core.counters"}
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from wire import Answer, Number, Standing, Wire
 
 from kvarve.cache.scheduler import CacheScheduler
-from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.lease import Lease, Phase
 
 
 def about(wire: Wire) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from kvarve.cache.scheduler import Prompt
 from kvarve.core.cache import Hit
 from kvarve.core.copies.effects import Began, Copy, Ended, Hurry, Page, Probe, Refusal, Release, Verified, canonical
 from kvarve.core.core_config import Counters
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.observe.headroom import Demand
 from kvarve.core.observe.reasons import Reason
-from kvarve.core.requests.lease import Lease, Phase
 from kvarve.core.slots.extents import Cut
 from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec, Tier
 

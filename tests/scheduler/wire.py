@@ -15,11 +15,10 @@ from kvarve.cache.scheduler import Prompt
 from kvarve.core.cache import Hit
 from kvarve.core.copies import effects
 from kvarve.core.core_config import Counters
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.observe.headroom import Demand
 from kvarve.core.observe.reasons import Reason
-from kvarve.core.policies import Policies, WritePolicy
-from kvarve.core.requests.lease import Lease, Phase
-from kvarve.core.requests.snapshots import Snapshots
+from kvarve.core.policies import Policies, Snapshots, WritePolicy
 from kvarve.core.slots.extents import Cut
 from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec, Tier
 

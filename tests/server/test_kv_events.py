@@ -93,7 +93,7 @@ class Router:
         cache = self.server.engine.cache
         slot_pools, pools = cache.scheduler.core.slot_pools, len(cache.identity.pools)
         found: dict[tuple[str, int], set[int]] = {}
-        for run in slot_pools.runs():
+        for run in cache.scheduler.core.tree.runs():
             for place, here in enumerate(run.here):
                 keys = [run.key(run.first + local) for local in members(here)]
                 if keys:
@@ -208,12 +208,12 @@ def test_what_cannot_be_known_any_more_is_cleared_and_told_anew(
 
 
 def test_a_server_that_is_not_asked_publishes_nothing_and_keeps_nothing_for_it(server: Server) -> None:
-    assert server.kv_events is None and server.engine.cache.scheduler.core.slot_pools.residency is None
+    assert server.kv_events is None and server.engine.cache.scheduler.core.page_events is None
     assert all(run.heads == b"" for run in server.engine.ask(lambda: [*_runs(server)], LONG_S))
 
 
 def _runs(server: Server) -> Iterator[Any]:
-    return server.engine.cache.scheduler.core.slot_pools.runs()
+    return server.engine.cache.scheduler.core.tree.runs()
 
 
 def test_endpoints_are_vllms_but_for_loopback_unless_one_is_given() -> None:

@@ -56,7 +56,7 @@ def a_snapshot(storage: StorageUsage | None) -> Snapshot:
         reasons={Reason.HIT_HOST: 7, Reason.NEVER_SEEN: 3},
         histograms=defaultdict(Histogram, ttft_s=ttft),
         cache=CACHE,
-        ages=Ages(1, 2),
+        ages=Ages(1, 2, lambda: 0.0),
         flows={lane: Flow(()) for lane in LANES.values()},
         storage=storage,
     )

@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 from kvarve.core.cache import Core
-from kvarve.core.requests.lease import Phase
+from kvarve.core.lease import Phase
 from kvarve.core.tree.tree import Run
 from kvarve.pages.pools import Tier
 from kvarve.reference.engine.request_scheduler import Scheduler, Task
@@ -143,7 +143,7 @@ def _is_behind(scheduler: Scheduler[Any], core: Core, task: Task) -> bool:
 
 def _stuck(core: Core) -> dict[int, dict[int, int]]:
     """By run and chain: how many device pages cannot be evicted."""
-    runs: list[Run] = [*core.slot_pools.roots.values()]
+    runs: list[Run] = [*core.tree.roots.values()]
     for run in runs:
         runs.extend(run.children.values())
     found: dict[int, dict[int, int]] = {}
@@ -162,7 +162,7 @@ def _stuck(core: Core) -> dict[int, dict[int, int]]:
 
 def _available(core: Core, stuck: dict[int, dict[int, int]]) -> dict[int, int]:
     """By chain: device slots that are free or evictable."""
-    runs: list[Run] = [*core.slot_pools.roots.values()]
+    runs: list[Run] = [*core.tree.roots.values()]
     for run in runs:
         runs.extend(run.children.values())
     available = {
@@ -204,7 +204,7 @@ def _wants(core: Core, task: Task, pool: int, stuck: dict[int, dict[int, int]]) 
             if at >= lease.done and not lease.seen[pool] >> at & 1 and at not in lease.own[pool]
         )
     has, at = 0, 0
-    run: Run | None = core.slot_pools.roots.get(lease.root)
+    run: Run | None = core.tree.roots.get(lease.root)
     while run is not None:
         run = run.children.get(lease.tokens[at * core.width : (at + 1) * core.width])
         for local in range(0 if run is None else run.pages):
@@ -248,4 +248,4 @@ def _could_have(core: Core, task: Task, page: int) -> bool:
     twin = deepcopy(core)
     lease = twin.leases[task.lease.number]
     twin.claim(lease, twin.now)
-    return lease.ready and twin.reserve(lease, -(-task.length // page))
+    return lease.ready and twin.growth.reserve(lease, -(-task.length // page))

@@ -17,9 +17,9 @@ from kvarve.cache.config import CacheConfig
 from kvarve.cache.scheduler import CacheScheduler, Prompt, Tokens
 from kvarve.cache.worker import CacheWorker
 from kvarve.core.cache import Hit
+from kvarve.core.lease import Lease
 from kvarve.core.observe.page_events import Told
 from kvarve.core.policies import WritePolicy
-from kvarve.core.requests.lease import Lease
 from kvarve.errors import Broken, KvarveError
 from kvarve.pages.pools import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.pages.ticket import Ticket
@@ -144,8 +144,8 @@ class PrefixCache:
         return self.scheduler.pages(lease)
 
     def reserve(self, lease: Lease, upto: int) -> bool:
-        """Reserve slots for a ready lease to compute in (see `Core.reserve`); they have memory when this returns."""
-        reserved = self.scheduler.core.reserve(lease, upto)
+        """Reserve slots for a ready lease to compute in (see `Growth.reserve`); they have memory when this returns."""
+        reserved = self.scheduler.core.growth.reserve(lease, upto)
         self._send()
         return reserved
 
@@ -158,7 +158,7 @@ class PrefixCache:
 
     def publish(self, lease: Lease, upto: int) -> None:
         """Give the pages before `upto`, which have been filled, to the tree: others may resume from them."""
-        self.scheduler.core.publish(lease, upto)
+        self.scheduler.core.growth.publish(lease, upto)
         self._send()
 
     def close(self, lease: Lease) -> None:

@@ -18,14 +18,14 @@ import numpy.typing as npt
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
 from kvarve.core.audit import audit
-from kvarve.core.cache import Hit
+from kvarve.core.cache import Core, Hit
 from kvarve.core.copies.effects import canonical
 from kvarve.core.core_config import CoreConfig, Slots
+from kvarve.core.lease import Ask, Lease
+from kvarve.core.lease import Prompt as CorePrompt
 from kvarve.core.observe import headroom
-from kvarve.core.observe.headroom import Demand
-from kvarve.core.observe.levels import pinned
-from kvarve.core.requests.engine_blocks import EngineCore, core_for
-from kvarve.core.requests.lease import Lease
+from kvarve.core.observe.headroom import Demand, pinned
+from kvarve.core.requests.engine_blocks import EngineBlocks
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, heads, names, pack, root_key
 from kvarve.pages.pools import ModelIdentity, Tier
 from kvarve.pages.ticket import HandOverError, Ticket
@@ -126,11 +126,9 @@ class CacheScheduler:
         self._early: list[Lease] = []  # opened before the first step, which sets their deadlines
         self._namespace = identity.fingerprint()
         shape = (self.pools, slots, identity.page_tokens, identity.chunk_tokens)
-        self.core = core_for(
-            CoreConfig(*shape, storage=storage, policies=config.policies, prefill_tokens=prefill_tokens)
-        )
+        self.core = Core(CoreConfig(*shape, storage=storage, policies=config.policies, prefill_tokens=prefill_tokens))
         self._attached = storage
-        self.core.backups.only_read = only_read
+        self.core.storage.only_read = only_read
         self._changes = Changes()
         self._orders: list[Order] = []  # not taken yet; those of the core come after them
         self._pinned, self._look_s = [0] * len(self.core.slot_pools.capacity), 0.0  # and when to look again
@@ -179,8 +177,8 @@ class CacheScheduler:
             patience = replace(patience, base_s=max(patience.base_s, coming_s))
             expected = ticket.boundary, max(0.0, coming_s)
         named = known.keys if ticket is not None else b""
-        rest = patience, read, priority, present, expected, named, known.heads, again
-        lease = self.core.open(known.root, known.tokens, self.now, *rest)
+        ask = Ask(patience, read, priority, present, expected, again)
+        lease = self.core.open(CorePrompt(known.root, known.tokens, known.heads, named), self.now, ask)
         if not self.now:
             self._early.append(lease)
         return lease
@@ -194,10 +192,9 @@ class CacheScheduler:
         return self.core.claim(lease, self.now, present)
 
     @property
-    def blocks(self) -> EngineCore:
-        """The core, where an engine has blocks of its own: what it loads into these and saves from them."""
-        assert isinstance(self.core, EngineCore), "this cache has device slots of its own"
-        return self.core
+    def blocks(self) -> EngineBlocks:
+        """Where an engine has blocks of its own: what it loads into these and saves from them."""
+        return self.core.engine_blocks
 
     def uses_blocks(self) -> bool:
         """Whether a copy in flight uses an engine's blocks."""
@@ -211,23 +208,23 @@ class CacheScheduler:
         return [(pool, slot) for tier, pool, slot in tiers if tier is Tier.HOST]
 
     def extend(self, lease: Lease, tokens: Tokens, replaced: int = 0) -> None:
-        """Append tokens to the sequence of a ready lease, in place of its last `replaced` ones (see `Core.extend`)."""
+        """Append tokens to the sequence of a ready lease, in place of its last `replaced` ones (`Growth.extend`)."""
         chunk_bytes = self.identity.chunk_tokens * TOKEN_BYTES
         stays = len(lease.tokens) - replaced * TOKEN_BYTES
         whole = stays // chunk_bytes * chunk_bytes
         packed = lease.tokens[whole:stays] + pack(tokens)
-        self.core.extend(lease, self._known_by(packed), len(lease.tokens) - whole, self._heads(packed))
+        self.core.growth.extend(lease, self._known_by(packed), len(lease.tokens) - whole, self._heads(packed))
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
-        return {pool.name: self.core.slots(lease, i) for i, pool in enumerate(self.pools)}
+        return {pool.name: self.core.growth.slots(lease, i) for i, pool in enumerate(self.pools)}
 
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
         """Reserve slots for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
 
-        If slots run out fewer pages are kept. Never waits: under write-back ask `Core.short` first.
+        If slots run out fewer pages are kept. Never waits: under write-back ask `Growth.short` first.
         """
-        fresh = self.core.grow(lease, upto)
+        fresh = self.core.growth.grow(lease, upto)
         return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
 
     def export(self, lease: Lease, until_s: float, prompt: Prompt | None = None) -> Ticket | None:
@@ -236,7 +233,7 @@ class CacheScheduler:
         `prompt`, the pages of the answer go to storage too, but the ticket is for the prompt. None without a storage in
         which pages are stored.
         """
-        if not self._attached or self.core.backups.only_read:
+        if not self._attached or self.core.storage.only_read:
             return None
         boundary, identity = self.core.hand_over(lease), self.identity
         if prompt is not None:
@@ -282,15 +279,15 @@ class CacheScheduler:
 
     def shape(self) -> int:
         """A number that changes with every page position that enters or leaves the tree, as `found` may then."""
-        return self.core.slot_pools.shape
+        return self.core.tree.shape
 
     def shared_prefix(self, ahead: Lease, behind: Lease) -> int:
         """The deepest boundary at which `behind` could resume from pages that `ahead` keeps."""
         return self.core.shared_prefix(ahead, behind)
 
     def mark(self, lease: Lease, boundary: int) -> bool:
-        """Have a ready lease keep its windows and states at a boundary too (see `Core.mark`)."""
-        return self.core.mark(lease, boundary)
+        """Have a ready lease keep its windows and states at a boundary too (see `Growth.mark`)."""
+        return self.core.growth.mark(lease, boundary)
 
     # --- time passes
 
@@ -304,7 +301,7 @@ class CacheScheduler:
         )
         self.now = agreed.now
         while self._early:
-            self._early.pop().postpone(self.now)
+            self.core.prefetch.postpone(self._early.pop(), self.now)
         self.core.step(agreed.events, self.now)
         if self._changes.pending is None or not self._decide(self._changes.pending, agreed.granted):
             self._follow_storage(agreed.up)
@@ -336,7 +333,7 @@ class CacheScheduler:
     @property
     def storage_up(self) -> bool:
         """Whether a storage is attached and answers, by what the ranks agreed on."""
-        return self.core.copies.storage
+        return self.core.storage.attached
 
     # --- changes of the storage
 
@@ -348,7 +345,7 @@ class CacheScheduler:
         made = isinstance(decision, ChangeMade)
         if made:
             self.core.write_by(change.config.policies.write)  # first: the new policy decides which pages are dirty
-            self.core.backups.only_read = change.only_read
+            self.core.storage.only_read = change.only_read
             if change.attach:
                 self.core.attach(change.back_up)
             else:
@@ -384,7 +381,7 @@ class CacheScheduler:
         for number, name in enumerate(places):
             stats[f"slots.{name}"] = slot_pools.committed(number)
             stats[f"used.{name}"] = slot_pools.committed(number) - len(slot_pools.free[number])
-            stats[f"evicted.{name}"] = slot_pools.evicted[number]
+            stats[f"evicted.{name}"] = self.core.residency.evicted[number]
             stats[f"most.{name}"] = slot_pools.capacity[number]
             stats[f"pinned.{name}"] = self._pinned[number]
         for tier, extents in zip(slot_pools.memory, slot_pools.extents, strict=True):
@@ -398,7 +395,7 @@ class CacheScheduler:
         stats["offload_paused"] = self.core.governor.paused
         stats["offload_used_share"] = self.core.governor.used_share
         stats["stores_backing_off"] = self.core.backups.backing_off()
-        stats["stores_refused"] = self.core.backups.refused
+        stats["stores_refused"] = self.core.storage.refused
         stats["leases"] = len(self.core.leases)
         return stats
 
@@ -407,7 +404,7 @@ class CacheScheduler:
         audit(self.core)
 
     def _heads(self, packed: bytes) -> bytes:
-        return heads(packed, self.identity.page_tokens) if self.core.slot_pools.residency is not None else b""
+        return heads(packed, self.identity.page_tokens) if self.core.page_events is not None else b""
 
     def _known_by(self, packed: bytes) -> bytes:
         return bind_to_chunk(packed, self.identity.page_tokens, self.identity.chunk_tokens)

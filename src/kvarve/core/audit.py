@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvarve.core.cache import Core
-from kvarve.core.requests.lease import WAITS_FOR, Phase
+from kvarve.core.lease import WAITS_FOR, Phase
 from kvarve.core.tree.pins import Pins
 from kvarve.core.tree.tree import NOWHERE, Run
 from kvarve.pages.pools import Tier
@@ -37,7 +37,7 @@ def _each(positions: int) -> Iterator[int]:
 
 def _runs(core: Core) -> list[Run]:
     found: list[Run] = []
-    stack: list[Run] = [*core.slot_pools.roots.values()]
+    stack: list[Run] = [*core.tree.roots.values()]
     for root in stack:
         _check(not root.tokens and len(root.named) == 32 and not any(root.here), "a root is no page")
     while stack:
@@ -92,27 +92,33 @@ def _audit_leases(core: Core) -> None:
             _check(waits, "a lease waits for the copies that its phase names")
         if lease.phase is Phase.READY and not lease.resumed and Tier.DEVICE in core.config.slots:
             for pool, spec in enumerate(core.pools):
-                positions, slots = core.slots(lease, pool)
+                positions, slots = core.growth.slots(lease, pool)
                 far = lease.boundary if spec.lookback is None else min(spec.lookback, lease.boundary)
                 _check(len(positions) == far, "a ready lease has its pages")
                 _check(len(set(slots)) == len(slots), "each page of a lease has its own slot")
 
 
-def _audit_slots(core: Core, runs: list[Run]) -> None:
-    """Every slot is free, or owned by exactly one page position, lease or copy."""
+def _owned(core: Core) -> Iterator[tuple[bytes, int, int]]:
+    """The slots that leases and copies own: the root key of their prompt, the place and the slot."""
     pools, tiers = len(core.pools), _tiers(core)
-    owned = [free.tolist() for free in core.slot_pools.free]
     for lease in core.leases.values():
         for tier, pages in ((Tier.DEVICE, lease.own), (Tier.HOST, lease.landed)):
             for pool, slots in enumerate(pages):
                 _check(tier in tiers or not slots, "a lease owns slots where the core has slots")
-                if slots:
-                    owned[tiers.index(tier) * pools + pool].extend(slots.values())
+                yield from ((lease.root, tiers.index(tier) * pools + pool, slot) for slot in slots.values())
     for op in core.copies.ops.values():
-        if op.edge[1] in tiers and op.edge[0] != op.edge[1]:
-            for page in op.pages():
-                if not op.given.get(page.pool, 0) >> page.position & 1:
-                    owned[tiers.index(op.edge[1]) * pools + page.pool].append(page.target)
+        source, target = op.edge
+        root = _salt(op.run) if op.run is not None else op.lease.root if op.lease is not None else b""
+        for page in op.pages() if target in tiers and source != target else ():
+            if not op.given.get(page.pool, 0) >> page.position & 1:
+                yield root, tiers.index(target) * pools + page.pool, page.target
+
+
+def _audit_slots(core: Core, runs: list[Run]) -> None:
+    """Every slot is free, or owned by exactly one page position, lease or copy."""
+    owned = [free.tolist() for free in core.slot_pools.free]
+    for _, place, slot in _owned(core):
+        owned[place].append(slot)
     for run in runs:
         for place, (here, table) in enumerate(zip(run.here, run.slots, strict=True)):
             if table is None:
@@ -166,9 +172,8 @@ def _audit_extents(core: Core) -> None:
 
 def _audit_counts(core: Core, runs: list[Run]) -> None:
     """The counts of copies in flight, of host slots that they hold, and of bad pages are right."""
-    pools, tiers = len(core.pools), [*_tiers(core), Tier.STORAGE]
+    pools = len(core.pools)
     fetching, storing, staging, down = [0] * pools, [0] * pools, [0] * pools, 0
-    coming: dict[tuple[int, int], int] = {}
     for op in core.copies.ops.values():
         if op.edge == (Tier.STORAGE, Tier.HOST):
             for page in op.pages():
@@ -178,16 +183,6 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
             for page in op.pages():
                 storing[page.pool] += op.counts and op.edge[1] is Tier.STORAGE
                 staging[page.pool] += op.onward
-                run = op.run
-                while run is not None and page.position < run.first:
-                    run = run.parent
-                _check(run is not None, "a pinned position is in the tree")
-                assert run is not None
-                if op.void:  # its storage is gone or down
-                    continue
-                what, bit = (id(run), tiers.index(op.edge[1]) * pools + page.pool), 1 << page.position - run.first
-                _check(not coming.get(what, 0) & bit, "no page is copied twice to one tier")
-                coming[what] = coming.get(what, 0) | bit
     for lease in core.leases.values():
         for pool in range(pools):
             fetching[pool] += lease.lent[pool]
@@ -200,23 +195,35 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
     for some, most in zip(share.budgets, share.most, strict=True):
         held = sum(fetching[pool] * core.pools[pool].payload_bytes for pool in some)
         _check(held <= most, "fetches keep to their share of the host")
-    alive = {id(run) for run in runs}
-    backups, storage = core.backups, range((len(tiers) - 1) * pools, len(tiers) * pools)
-    for line in (backups.pending_backup, backups.pending_store, backups.busy, backups.quarantined):
-        _check(all(id(run) in alive for run in line), "a queued run is in the tree")
-    for run in backups.busy:
-        _check(any((id(run), place) in coming for place in storage), "a busy run has a store in flight")
-        _check(run not in backups.pending_store, "a busy run is in no queue of stores")
-    for stores in (backups.pending_store, backups.busy):
-        _check(stores.keys().isdisjoint(backups.quarantined), "a quarantined run is in no queue")
-    bad_pages = 0
+    bad_pages = sum(bits.bit_count() for run in runs for bits in run.bad)
+    _check(core.residency.bad_pages == bad_pages, "bad pages are counted")
+
+
+def _audit_lines(core: Core, runs: list[Run]) -> None:
+    """Runs know which of their pages are in flight down, and those that wait are in the tree."""
+    pools, tiers, dirty = len(core.pools), [*_tiers(core), Tier.STORAGE], core.backups.dirty
+    coming: dict[tuple[int, int], int] = {}
+    for op in core.copies.ops.values():
+        for page in op.pages() if op.edge[1] > op.edge[0] and op.lease is None and not op.void else ():
+            run = op.run
+            while run is not None and page.position < run.first:
+                run = run.parent
+            assert run is not None, "a pinned position is in the tree"
+            what, bit = (id(run), tiers.index(op.edge[1]) * pools + page.pool), 1 << page.position - run.first
+            _check(not coming.get(what, 0) & bit, "no page is copied twice to one tier")
+            coming[what] = coming.get(what, 0) | bit
     for run in runs:
-        for bits in run.bad:
-            bad_pages += bits.bit_count()
         for place, bits in enumerate(run.coming):
             if bits != coming.get((id(run), place), 0):
                 raise BrokenLaw("a run knows which of its pages are in flight down")
-    _check(core.slot_pools.bad_pages == bad_pages, "bad pages are counted")
+    alive, storage = {id(run) for run in runs}, range((len(tiers) - 1) * pools, len(tiers) * pools)
+    for line in (dirty.to_host, dirty.to_store, dirty.busy, dirty.quarantined):
+        _check(all(id(run) in alive for run in line), "a queued run is in the tree")
+    for run in dirty.busy:
+        _check(any((id(run), place) in coming for place in storage), "a busy run has a store in flight")
+        _check(run not in dirty.to_store, "a busy run is in no queue of stores")
+    for stores in (dirty.to_store, dirty.busy):
+        _check(stores.keys().isdisjoint(dirty.quarantined), "a quarantined run is in no queue")
 
 
 def _salt(run: Run) -> bytes:
@@ -228,7 +235,7 @@ def _salt(run: Run) -> bytes:
 def _audit_shares(core: Core, runs: list[Run]) -> dict[tuple[bytes, int], int]:
     """A salt is charged for the slots of its pages, leases and copies, and for nothing else. Returns by salt and place
     the bytes by which the salt exceeds its share of the budget there, without those that wait for a copy to leave."""
-    shares, pools, tiers = core.slot_pools.salt_shares, len(core.pools), _tiers(core)
+    shares, pools, tiers = core.candidates.salt_shares, len(core.pools), _tiers(core)
     if shares is None:
         return {}
     has, leaving = Counter[tuple[bytes, int]](), Counter[tuple[bytes, int]]()
@@ -240,19 +247,11 @@ def _audit_shares(core: Core, runs: list[Run]) -> dict[tuple[bytes, int], int]:
             has[_salt(run), place] += here.bit_count()
             if place in host:  # a page leaves the host once other pages of its position have been copied there
                 leaving[_salt(run), place] += (here & coming).bit_count()
-    for lease in core.leases.values():
-        for tier, pages in ((Tier.DEVICE, lease.own), (Tier.HOST, lease.landed)):
-            for pool, slots in enumerate(pages):
-                if slots:
-                    has[lease.root, tiers.index(tier) * pools + pool] += len(slots)
+    has.update((root, place) for root, place, _ in _owned(core))
     for op in core.copies.ops.values():
-        source, target = op.edge
-        for page in op.pages():
-            if source != target and target in tiers and not op.given.get(page.pool, 0) >> page.position & 1:
-                root = _salt(op.run) if op.run is not None else op.lease.root if op.lease is not None else b""
-                has[root, tiers.index(target) * pools + page.pool] += 1
-            if op.leaving and op.run is not None:
-                leaving[_salt(op.run), tiers.index(source) * pools + page.pool] += 1
+        for page in op.pages() if op.leaving and op.run is not None else ():
+            assert op.run is not None
+            leaving[_salt(op.run), tiers.index(op.edge[0]) * pools + page.pool] += 1
     salts = {salt for (salt, _), count in has.items() if count}
     _check(shares.held.keys() == salts, "a salt is known while it has anything")
     over: dict[tuple[bytes, int], int] = {}
@@ -266,103 +265,116 @@ def _audit_shares(core: Core, runs: list[Run]) -> dict[tuple[bytes, int], int]:
     return over
 
 
-def audit(core: Core, stepped: bool = False) -> None:
-    """Raise `BrokenLaw` if any law does not hold now; `stepped`: a step has just ended."""
-    pools = len(core.pools)
-    chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
-    tiers = _tiers(core)
-    rest = [place % pools in chains for place in range(len(tiers) * pools)]
-    runs = _runs(core)
-    pins, prefix_pins = [], []
-    for tier in tiers:
-        holds = [(lease.run, lease.held, lease.prefix_pins) for lease in core.leases.values() if tier in lease.tiers]
-        reads = [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None and op.edge[0] == tier]
-        reads += [(op.run, op.filling) for op in core.copies.ops.values() if op.run is not None and op.edge[1] == tier]
-        pins.append(_shares(runs, [(run, held) for run, held, _ in holds] + reads))
-        prefix_pins.append(_shares(runs, [(run, chains) for run, _, chains in holds]))
-    _audit_leases(core)
-    _audit_slots(core, runs)
-    _audit_extents(core)
-    _audit_counts(core, runs)
-    over = _audit_shares(core, runs)
-
-    # A run with an evictable page stands in the eviction order exactly once; one without may stand there once.
-    standing = dict.fromkeys(pins[0], 0)
-    behind, shares = 2 * len(tiers) * pools, core.slot_pools.salt_shares
-    orders = [*core.slot_pools.orders.items()]
-    for own in shares.orders.values() if shares is not None else ():
+def _standing(core: Core, runs: list[Run]) -> dict[int, int]:
+    """The orders in which runs stand, as bits by the run's id: no run twice in one."""
+    standing, behind = {id(run): 0 for run in runs}, 2 * len(_tiers(core)) * len(core.pools)
+    orders = [*core.candidates.orders.items()]
+    for own in core.candidates.of_salt.values():
         orders += [(behind + number, order) for number, order in own.items()]
     for number, order in orders:
         for run in order.runs():
             if id(run) in standing:
                 _check(not standing[id(run)] >> number & 1, "no run stands twice in an eviction order")
                 standing[id(run)] |= 1 << number
+    return standing
 
+
+def _held(core: Core, runs: list[Run]) -> Iterator[tuple[list[int], list[int]]]:
+    """By memory tier, the local positions of each run at which all pages are pinned, and at which chains are."""
+    shares = []
+    for tier in _tiers(core):
+        holds = [(lease.run, lease.held, lease.prefix_pins) for lease in core.leases.values() if tier in lease.tiers]
+        reads = [(op.run, op.pinned) for op in core.copies.ops.values() if op.run is not None and op.edge[0] == tier]
+        reads += [(op.run, op.filling) for op in core.copies.ops.values() if op.run is not None and op.edge[1] == tier]
+        pins = _shares(runs, [(run, held) for run, held, _ in holds] + reads)
+        shares.append((pins, _shares(runs, [(run, chains) for run, _, chains in holds])))
     for run in runs:
-        length = len(run.tokens) // run.width
-        _check(len(run.named) % 32 == 0 and len(run.named) <= 32 * max(1, length), "only pages have keys")
-        pinned = [_audit_pins(run.pins[tier], pins[tier][id(run)]) for tier in range(len(tiers))]
-        prefixes = [_audit_pins(run.prefix_pins[tier], prefix_pins[tier][id(run)]) for tier in range(len(tiers))]
+        pinned = [_audit_pins(run.pins[tier], pins[id(run)]) for tier, (pins, _) in enumerate(shares)]
+        yield pinned, [_audit_pins(run.prefix_pins[tier], of[id(run)]) for tier, (_, of) in enumerate(shares)]
+
+
+def _audit_run(core: Core, run: Run, chains: list[int]) -> None:
+    """A position's chains are in memory, and on the device without a gap; nothing is known behind a run's end."""
+    length, pools, tiers = len(run.tokens) // run.width, len(core.pools), _tiers(core)
+    _check(len(run.named) % 32 == 0 and len(run.named) <= 32 * max(1, length), "only pages have keys")
+    known = 0
+    for bits in (*run.here, *run.stored, *run.coming, *run.backed_up_since_use, *run.passing, run.ends):
+        known |= bits
+    _check(not known >> length, "no bits are set beyond a run's end")
+    _check(
+        not any(bad & ~here for bad, here in zip(run.bad, run.here, strict=True)), "only a page that is here can be bad"
+    )
+    for chain in chains:
+        anywhere = 0
+        for number in range(len(tiers)):
+            anywhere |= run.here[number * pools + chain]
+        _check(anywhere == (1 << length) - 1, "a position keeps its attention page in memory")
+        near, above = run.here[chain] if Tier.DEVICE in tiers else 0, run.parent
+        _check(not near & near + 1, "an attention page is on the device only if its parent is")
+        if near and above is not None and above.tokens:
+            parent = above.here[chain] >> len(above.tokens) // above.width - 1 & 1
+            _check(parent, "an attention page is on the device only if its parent is")
+    resting = [sum(child.here[place] & 1 for child in run.children.values()) for place in range(len(run.here))]
+    _check(run.kids == resting, "a run knows how many pages rest on its end")
+
+
+def _chain_may_go(run: Run, place: int, pools: int, needed: list[int]) -> int:
+    """The pages of a chain that may leave a place. Pages that another tier's copies and leases need stay in memory, if
+    only here."""
+    only_here, needed_there = run.here[place], 0
+    for there, positions in enumerate(needed):
+        if there != place // pools:
+            other = there * pools + place % pools
+            only_here &= ~(run.here[other] & ~run.bad[other])
+            needed_there = max(needed_there, positions.bit_length())
+    stays = only_here & (1 << needed_there) - 1
+    return 0 if run.kids[place] else run.here[place] >> max(needed[place // pools].bit_length(), stays.bit_length())
+
+
+def _spare(run: Run, lookback: int | None, may_go: int) -> int:
+    """Of windows or states that may go, those that no likely resumption reads."""
+    assert lookback is not None
+    for end in _each(run.ends | 1 << len(run.tokens) // run.width - 1):
+        for read in range(max(0, end + 1 - lookback), end + 1):
+            may_go &= ~(1 << read)
+    return may_go
+
+
+def _stuck(run: Run, place: int, pools: int) -> int:
+    """Pages of a chain on which a page of another tier rests: they stay, unless a copy finds a slot."""
+    elsewhere, stuck, here = 0, 0, run.here[place]
+    for other in range(place % pools, len(run.here), pools):
+        if other != place:
+            elsewhere |= run.here[other] & ~run.bad[other]
+            stuck |= here if run.kids[other] else (1 << run.here[other].bit_length()) - 1
+    return (1 << (stuck & here & ~elsewhere).bit_length()) - 1
+
+
+def audit(core: Core, stepped: bool = False) -> None:
+    """Raise `BrokenLaw` if any law does not hold now; `stepped`: a step has just ended."""
+    pools, runs = len(core.pools), _runs(core)
+    chains = [i for i, pool in enumerate(core.pools) if pool.lookback is None]
+    _audit_leases(core)
+    _audit_slots(core, runs)
+    _audit_extents(core)
+    _audit_counts(core, runs)
+    _audit_lines(core, runs)
+    over, standing = _audit_shares(core, runs), _standing(core, runs)
+    for run, (pinned, prefixes) in zip(runs, _held(core, runs), strict=True):
+        _audit_run(core, run, chains)
         needed = [both | prefix for both, prefix in zip(pinned, prefixes, strict=True)]
-
-        known = 0
-        for bits in (*run.here, *run.stored, *run.coming, *run.backed_up_since_use, *run.passing, run.ends):
-            known |= bits
-        _check(not known >> length, "no bits are set beyond a run's end")
-        for chain in chains:
-            anywhere = 0
-            for number in range(len(tiers)):
-                anywhere |= run.here[number * pools + chain]
-            _check(anywhere == (1 << length) - 1, "a position keeps its attention page in memory")
-            if Tier.DEVICE not in tiers:
-                continue
-            near = run.here[chain]
-            _check(not near & near + 1, "an attention page is on the device only if its parent is")
-            above = run.parent
-            if near and above is not None and above.tokens:
-                parent = above.here[chain] >> len(above.tokens) // above.width - 1 & 1
-                _check(parent, "an attention page is on the device only if its parent is")
-
-        resting = [0] * (len(tiers) * pools)
-        for child in run.children.values():
-            resting = [count + (here & 1) for count, here in zip(resting, child.here, strict=True)]
-        _check(run.kids == resting, "a run knows how many pages rest on its end")
         giveable = 0
         for place, here in enumerate(run.here):
-            if run.bad[place] & ~here:
-                raise BrokenLaw("only a page that is here can be bad")
-            if not here:
-                continue
-            number = place // pools
-            if rest[place]:
-                # Pages that another tier's copies and leases need stay in memory, if only here.
-                only_here, needed_there = here, 0
-                for there in range(len(tiers)):
-                    if there != number:
-                        other = there * pools + place % pools
-                        only_here &= ~(run.here[other] & ~run.bad[other])
-                        needed_there = max(needed_there, needed[there].bit_length())
-                stays = only_here & (1 << needed_there) - 1
-                may_go = 0 if resting[place] else here >> max(needed[number].bit_length(), stays.bit_length())
-            else:
-                may_go = here & ~pinned[number]
-                lookback, spare = core.pools[place % pools].lookback, may_go
-                assert lookback is not None
-                for end in _each(run.ends | 1 << length - 1):
-                    for read in range(max(0, end + 1 - lookback), end + 1):
-                        spare &= ~(1 << read)
-                giveable |= (spare > 0) << len(run.here) + place
+            chain = place % pools in chains
+            may_go = _chain_may_go(run, place, pools, needed) if chain else here & ~pinned[place // pools]
             giveable |= (may_go > 0) << place
+            if may_go and not chain:
+                giveable |= (_spare(run, core.pools[place % pools].lookback, may_go) > 0) << len(run.here) + place
             if may_go and stepped and (_salt(run), place) in over:
-                if rest[place]:  # those on which a page of another tier rests stay, unless a copy finds a slot
-                    elsewhere, stuck = 0, 0
-                    for other in range(place % pools, len(run.here), pools):
-                        if other != place:
-                            elsewhere |= run.here[other] & ~run.bad[other]
-                            stuck |= here if resting[other] else (1 << run.here[other].bit_length()) - 1
-                    may_go &= ~((1 << (stuck & here & ~elsewhere).bit_length()) - 1)
-                _check(not may_go or core.backups.leaving(), "a salt beyond its share has nothing left that may leave")
-        if shares is not None and _salt(run) in shares.orders:
-            giveable |= giveable << behind
+                loose = may_go & ~_stuck(run, place, pools) if chain else may_go
+                _check(not loose or core.backups.leaving(), "a salt beyond its share has nothing left that may leave")
+        if _salt(run) in core.candidates.of_salt:
+            giveable |= giveable << 2 * len(run.here)
+        # One without an evictable page may stand there too, once.
         _check(not giveable & ~standing[id(run)], "a run with an evictable page stands in the eviction order")
         _check(run.queued == standing[id(run)], "a run knows in which eviction orders it stands")

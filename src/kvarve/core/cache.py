@@ -11,20 +11,35 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
+from kvarve.core.context import Context
+from kvarve.core.copies.backups import Backups
 from kvarve.core.copies.effects import Began, Effect, Ended, Event, Verified
-from kvarve.core.copies.in_flight import FETCH, LOAD, PROBE, STORE, Op, PartOutcome
+from kvarve.core.copies.in_flight import FETCH, LOAD, PROBE, STORE, Op
+from kvarve.core.core_config import CoreConfig
+from kvarve.core.lease import PLAIN, WAITS_FOR, Ask, Cause, Lease, Phase, Prompt
 from kvarve.core.observe.hot import Hot, HotPrefix
-from kvarve.core.observe.page_events import Residency
+from kvarve.core.observe.levels import Ages
+from kvarve.core.observe.page_events import PageEvents
 from kvarve.core.observe.reasons import Reason, explain
-from kvarve.core.policies import BEST_EFFORT, Patience, WritePolicy
-from kvarve.core.requests.growth import Growing
-from kvarve.core.requests.lease import WAITS_FOR, Cause, Lease, Phase
-from kvarve.core.requests.prefetch import LOOK_AHEAD
+from kvarve.core.policies import WritePolicy
+from kvarve.core.requests.engine_blocks import EngineBlocks
+from kvarve.core.requests.paths import Paths
+from kvarve.core.requests.prefetch import LOOK_AHEAD, Prefetch
+from kvarve.core.requests.resume import Resumption
+from kvarve.core.slots.candidates import Candidates
+from kvarve.core.slots.eviction import Evictions
+from kvarve.core.slots.residency import Residency
+from kvarve.core.slots.slot_pools import SlotPools
+from kvarve.core.tree.ghosts import Ghosts
+from kvarve.core.tree.prefix_tree import PrefixTree
 from kvarve.core.tree.tree import same_pages, upward, walk
 from kvarve.errors import ConfigError
 from kvarve.pages import boundaries
 from kvarve.pages.boundaries import deepest, ones
+from kvarve.pages.keys import TOKEN_BYTES
 from kvarve.pages.pools import Tier
+
+GHOSTS = 4  # the ghost list remembers this many times the pages that memory holds
 
 
 class Hit(NamedTuple):
@@ -58,7 +73,48 @@ class Hottest(NamedTuple):
     resumes: Tier | None
 
 
-class Core(Growing):
+class Core:
+    """Its parts, each of which keeps one kind of fact. Slots: `slot_pools`, `tree`, `candidates`, `residency`,
+    `evictions` · copies: `backups`, `copies`, `storage`, `governor` · requests: `leases`, `paths`, `prefetch`,
+    `growth`, and `engine_blocks` where an engine owns the device."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.context = context = Context(config)
+        self.counters, self.pools = context.counters, config.pools
+        self.slot_pools = slot_pools = SlotPools(config)
+        pages = sum(sum(slot_pools.capacity[pool :: len(self.pools)]) for pool in slot_pools.rests_on)
+        ghosts = Ghosts(GHOSTS * pages, config.page_tokens * TOKEN_BYTES)
+        self.tree = PrefixTree(context, ghosts)
+        self.candidates = Candidates(context, slot_pools, self.tree)
+        self.residency = Residency(context, slot_pools, self.tree, self.candidates)
+        self.evictions = Evictions(context, self.residency)
+        self.backups = Backups(context, self.evictions)
+        self.copies, self.storage, self.governor = self.backups.copies, self.backups.storage, self.backups.governor
+        self.leases: dict[int, Lease] = {}
+        self.paths = Paths(context, self.evictions, self.backups)
+        self.lookbacks, self.grid, self.width = self.paths.lookbacks, self.paths.grid, self.paths.width
+        self.prefetch = Prefetch(context, self.paths, self.leases)
+        resumption = Resumption if Tier.DEVICE in config.slots else EngineBlocks
+        self._resumption = resumption(context, self.paths, self.prefetch)
+        self.growth = self._resumption.growth
+        self.ages = Ages(len(self.pools), len(config.memory), lambda: context.now)
+        context.tell.add(self.ages)
+        self.hot: Hot | None = None  # where it is watched
+        self.page_events: PageEvents | None = None  # where they are to be told
+
+    @property
+    def config(self) -> CoreConfig:
+        return self.context.config
+
+    @property
+    def now(self) -> float:
+        return self.context.now
+
+    @property
+    def engine_blocks(self) -> EngineBlocks:
+        assert isinstance(self._resumption, EngineBlocks), "this cache has device slots of its own"
+        return self._resumption
+
     # --- queries: they change nothing
 
     def lookup(self, root: bytes, tokens: bytes, outside: Sequence[int] = ()) -> Hit:
@@ -66,7 +122,7 @@ class Core(Growing):
 
         `outside`: by pool, the pages (bits) that an engine has on a device of its own.
         """
-        top = self.slot_pools.roots.get(root)
+        top = self.tree.roots.get(root)
         limit = self.paths.limit(tokens)
         if top is None and not any(outside):
             return Hit(0, 0, 0, tuple(0 for _ in self.pools))
@@ -90,7 +146,7 @@ class Core(Growing):
 
     def dirty(self) -> int:
         """How many pages in memory are dirty; 0 without a storage, but not with one that is down."""
-        return self.backups.dirty()
+        return self.backups.count_dirty()
 
     def patience_ends(self) -> float:
         """The earliest time at which a lease goes on without an event: a claimed one at its deadline, with the pages
@@ -101,8 +157,7 @@ class Core(Growing):
 
     def take(self) -> list[Effect]:
         """The effects since the last call, in order."""
-        effects, self.copies.effects = self.copies.effects, []
-        return effects
+        return self.copies.take()
 
     def explain(self, lease: Lease) -> dict[Reason, int]:
         """Why the tokens of a lease's prompt were cached or not: how many have each reason, which sum to the prompt. It
@@ -128,97 +183,60 @@ class Core(Growing):
 
     # --- a request's life
 
-    def open(
-        self,
-        root: bytes,
-        tokens: bytes,
-        now: float,
-        patience: Patience = BEST_EFFORT,
-        read: bool = True,
-        priority: int = 0,
-        outside: Sequence[int] = (),
-        expected: tuple[int, float] = (0, 0.0),
-        named: bytes = b"",
-        heads: bytes = b"",
-        again: bool = False,
-    ) -> Lease:
+    def open(self, prompt: Prompt, now: float, ask: Ask = PLAIN) -> Lease:
         """Open a lease for a request that begins to wait: pages that memory lacks are fetched from storage to the host.
-
-        It takes no device slots before `claim`. With `read` false the request resumes from nothing. `priority`: of the
-        pages that it uses, for eviction by priority. `outside`: what an engine has of it, as in `lookup`. `expected`
-        (boundary, seconds): another process is writing the pages before that boundary to storage, and has finished
-        within that time. `named`: the keys of its first pages, as far as the caller knows them. `heads`:
-        what its full pages begin with (`keys.heads`), for `tell`. `again`: the request has read its prompt's
-        pages by another lease, which it gave up or has for another sample: it counts as one use of them.
-        """
-        self.now = now
-        run, path, known = self.paths.find(root, tokens)
-        self.counters.requests += 1
-        lease = Lease(
-            self.counters.requests,
-            root,
-            tokens,
-            self.config.page_tokens,
-            self.paths.limit(tokens),
-            self.slot_pools.root(root),
-            len(self.pools),
-            patience,
-            priority,
-            read,
-            again,
-        )
-        lease.outside, lease.looked_s = outside if read else (), now
-        lease.expected, lease.expected_until, lease.named = expected[0], now + expected[1], named
-        lease.heads = heads
-        self.leases[lease.number] = lease
-        if read:
-            if not again:
-                self.slot_pools.ages.asked(run, now)
-            self.slot_pools.touch(run, self.paths.near(known))  # it will be read soon
-            if self.copies.storage:
-                _, memory = self.paths.present(path, known, lease.outside)
-                lease.promised = deepest(self.paths.legal(memory, lease))
-                self.prefetch.ask(lease, lease.promised, memory)
+        It takes no device slots before `claim`."""
+        self.context.now = now
+        paths = self.paths
+        run, _, known = paths.find(prompt.root, prompt.tokens)
+        self.counters.requests = number = self.counters.requests + 1
+        limit, root = paths.limit(prompt.tokens), self.tree.root(prompt.root)
+        lease = Lease(number, prompt, ask, paths.page_tokens, limit, run=root, pools=len(self.pools), now=now)
+        self.leases[number] = lease
+        if ask.reads:
+            if not ask.again:
+                for tell in self.context.tell.asked:
+                    tell(run)
+            self.tree.touch(run, paths.near(known))  # it will be read soon
+            if self.storage.attached:
+                self.prefetch.begin(lease)
         return lease
 
     def claim(self, lease: Lease, now: float, outside: Sequence[int] | None = None) -> bool:
         """The engine admits this request: its pages are loaded to the device, after a wait for storage of at most its
         patience. True once the lease is ready; ask again after each `step`. `outside`: what an engine has of it now."""
-        self.now = now
+        self.context.now = now
         if outside is not None and lease.reads:
             lease.outside = outside
         if not lease.claimed:
             lease.claimed = True
             self.copies.hurry(lease)
             if lease.phase is Phase.QUEUED:
-                self._begin(lease)
-        self._check_deadline(lease)
+                self._resumption.begin(lease)
+        self._resumption.check_deadline(lease)
         return lease.phase is Phase.READY
 
     def close(self, lease: Lease) -> None:
         """Close a lease in any phase. Its published pages stay; slots that it still owned are free at once."""
         if lease.phase is Phase.CLOSED:
             return
-        for pool, slots in enumerate(lease.own):
-            if slots:
-                self.slot_pools.give_back(pool, [*slots.values()], lease.root)
-                slots.clear()
-        lease.ops.clear()  # copies still in flight for it end without a lease
+        self.growth.close(lease)
+        self.copies.leave_all(lease)  # copies still in flight for it end without a lease
         self.prefetch.land(lease)
         self.prefetch.release(lease)
         self.paths.hold(lease, lease.run, 0, 0)
         lease.move(Cause.CLOSE)
         del self.leases[lease.number]
-        self.slot_pools.forget(lease.root)
+        self.tree.forget(lease.root)
 
     def step(self, events: Iterable[Event], now: float) -> None:
         """Apply events in the order given, but ends of stores first: they tell whether more may be sent. Then apply
         deadlines that have passed, and send new backups."""
-        self.now = now
+        self.context.now = now
         moved = False
         for event in sorted(events, key=self._ends_no_store):
             if isinstance(event, Verified):
-                self._verified(event)
+                self._resumption.verified(event)
                 continue
             op = self._began(event) if isinstance(event, Began) else self._apply(event)
             moved = moved or (op is not None and self._makes_way(op))
@@ -227,55 +245,54 @@ class Core(Growing):
         self.backups.send_staged()
         queued = 0
         for lease in [*self.leases.values()]:
-            self._check_deadline(lease)
+            self._resumption.check_deadline(lease)
             self.prefetch.ask_again(lease)
             if lease.phase is Phase.QUEUED and not lease.claimed and queued < LOOK_AHEAD:
                 queued += 1
-                self._look_again(lease)
+                self.prefetch.look_again(lease)
             if lease.phase is Phase.LOADING and not lease.ops:  # it waits for evictions
-                self._load(lease)
+                self._resumption.load_pages(lease)
         for lease in self.prefetch.next_in_line():
-            self._fetch(lease)
-        self.slot_pools.cut_back()  # before pages of others leave
+            self._resumption.fetch(lease)
+        self.evictions.cut_back()  # before pages of others leave
         self.backups.evict_ahead()
         self.backups.send_pending()
-        self.slot_pools.cut_back()
+        self.evictions.cut_back()
 
     def retry(self) -> None:
         """End the back-off of stores: one is tried in the next step."""
-        self.backups.back_off_until = self.now
+        self.storage.retry()
 
     def flush(self, tiers: Sequence[Tier]) -> int:
         """Evict every unpinned page from memory tiers; returns how many went at once."""
-        before = sum(self.slot_pools.evicted)
-        for tier in self.slot_pools.memory:
-            if tier in tiers:
-                self.slot_pools.shed(tier)
-        return sum(self.slot_pools.evicted) - before
+        before = sum(self.residency.evicted)
+        for place, slots in enumerate(self.slot_pools.capacity):
+            if self.slot_pools.tier(place) in tiers:
+                self.evictions.evict(place, slots)
+        return sum(self.residency.evicted) - before
 
     def attach(self, back_up: bool = False, again: bool = False) -> None:
         """Attach a storage, in place of any other, of whose content nothing is known. With `back_up`, all pages in
         memory are dirty, whatever the write policy. `again`: the same storage answers again, and gets the pages that it
         missed by the policy."""
-        if not self.has_host:
+        if not self.backups.dirty.has_host:
             raise ConfigError("storage needs a host tier, through which its pages travel")
         if not again:
             self.detach()
-        self.copies.storage, self.backups.down = True, False
-        for run in self.slot_pools.runs():
-            run.stored = [0] * len(self.pools)
-            run.failed_backups = 0
-            run.wanted = run.wanted if again else back_up
+        self.storage.attach()
+        for run in self.tree.runs():
+            self.backups.dirty.attached(run, run.wanted if again else back_up)
             if back_up or again:
-                self.backups.mark_dirty(run)
+                self.backups.dirty.mark_dirty(run)
 
     def detach(self, down: bool = False) -> None:
         """Detach the storage, or note that it is `down`. Requests that wait for it go on with the pages that have
         arrived; copies in flight still have to end."""
-        self.copies.storage = False
-        self.backups.reset(down)
-        if self.slot_pools.residency is not None and not down:
-            self.slot_pools.residency.tell_all()
+        self.storage.detach(down)
+        self.backups.dirty.reset()
+        self.governor.reset()
+        if not down:
+            self._tell_anew()
         for number, op in self.copies.ops.items():
             if op.edge == STORE:
                 self.backups.void(op, gone=not down)
@@ -285,33 +302,40 @@ class Core(Growing):
             op.counts = op.counts and (down or not op.void)
         for lease in self.leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING):
-                self._stop_waiting(lease)
+                self._resumption.stop_waiting(lease)
 
     def cleared(self) -> None:
         """The storage has been emptied: pages in memory are dirty again, by the policy, and stores in flight count for
         nothing, since what they wrote may have been removed."""
-        if self.copies.storage:
+        if self.storage.attached:
             self.detach(down=True)
             self.attach(again=True)
-            if self.slot_pools.residency is not None:
-                self.slot_pools.residency.tell_all()
+            self._tell_anew()
+
+    def _tell_anew(self) -> None:
+        """What has been told of storage is void."""
+        if self.page_events is not None:
+            self.page_events.tell_all()
 
     def watch(self) -> None:
         """From now on count what requests resume from, for `hottest`: some 20 us a request."""
-        self.hot = self.hot or Hot()
+        if self.hot is None:
+            self.hot = Hot()
+            self.context.tell.add(self.hot)
 
-    def tell(self) -> Residency:
+    def tell(self) -> PageEvents:
         """From now on what enters and leaves each tier is told, beginning with what is there."""
-        if self.slot_pools.residency is None:
-            self.slot_pools.residency = Residency(self)
-            self.slot_pools.residency.tell_all()
-        return self.slot_pools.residency
+        if self.page_events is None:
+            self.page_events = PageEvents(self.context, self.slot_pools, self.tree, self.storage)
+            self.page_events.tell_all()
+            self.context.tell.add(self.page_events)
+        return self.page_events
 
     def back_up(self) -> None:
         """Mark all pages in memory dirty, whatever the write policy."""
-        for run in self.slot_pools.runs():
-            run.wanted = True
-            self.backups.mark_dirty(run)
+        for run in self.tree.runs():
+            self.backups.dirty.want(run)
+            self.backups.dirty.mark_dirty(run)
 
     def hand_over(self, lease: Lease) -> int:
         """The boundary at which another cache could resume a lease's prompt from what memory has now. All pages before
@@ -320,15 +344,14 @@ class Core(Growing):
         boundary = self.lookup(lease.root, lease.tokens).memory
         run, _, _ = self.paths.find(lease.root, lease.tokens)
         for each, share in upward(run, ones(boundary)):
-            each.wanted = True
-            each.stored = [stored & ~share for stored in each.stored]
-            self.backups.mark_dirty(each)
+            self.backups.dirty.want(each, again=share)
+            self.backups.dirty.mark_dirty(each)
         return boundary
 
     def write_by(self, policy: WritePolicy) -> None:
         """Change the write policy; pages that are dirty by the policy before it stay dirty."""
         policies = replace(self.config.policies, write_policy=policy.value)
-        self.config = replace(self.config, policies=policies)
+        self.context.config = replace(self.config, policies=policies)
 
     # --- prompts that share
 
@@ -366,35 +389,24 @@ class Core(Growing):
             return None
         waiting = op.waiting(end.op)
         for lease in waiting:
-            lease.ops.discard(end.op)
+            self.copies.leave(lease, end.op)
             if op.edge in (PROBE, FETCH):
                 self.prefetch.began(lease)  # at the latest
-        outcomes = op.outcomes(end)
         op.refused = end.refused
-        if op.edge == PROBE:
-            for lease in waiting:
-                if self.prefetch.answered(lease, outcomes):
-                    self._fetch(lease)
-        elif op.edge == FETCH:
-            self.prefetch.arrived(end.op, op, outcomes, waiting)
-            for lease in waiting:
-                if not lease.ops:
-                    self._fetch(lease)  # if pages were lost, a shallower boundary may still be fetched
-        elif op.edge == LOAD:
-            if op.verified is None:
-                self._loaded(op, outcomes)
-                self._waited(op, bool(waiting), outcomes)
-            else:
-                self._copied(op, end)
+        if op.edge == LOAD:
+            self._resumption.load_ended(op, end, bool(waiting))
+        elif op.edge in (PROBE, FETCH):
+            self._came(op, end, waiting)
         else:
-            self._backed_up(op, outcomes)
-        self._ended(end.op, op)
+            self._resumption.backed_up(op, op.outcomes(end))
+        self._resumption.ended(end.op, op)
         return op
 
-    def _backed_up(self, op: Op, outcomes: list[PartOutcome]) -> None:
-        """A backup or store has ended."""
-        assert op.run is not None
-        self.backups.ended(op, op.run, outcomes)
-
-    def _ended(self, number: int, op: Op) -> None:
-        """A copy or probe has ended, and all that follows has been done."""
+    def _came(self, op: Op, end: Ended, waiting: list[Lease]) -> None:
+        """Storage has answered a probe, or its pages have come, for the leases that still wait for it."""
+        outcomes = op.outcomes(end)
+        if op.edge == FETCH:
+            self.prefetch.arrived(end.op, op, outcomes, waiting)
+        for lease in waiting:
+            if not lease.ops if op.edge == FETCH else self.prefetch.answered(lease, outcomes):
+                self._resumption.fetch(lease)  # if pages were lost, a shallower boundary may still be fetched

@@ -59,10 +59,23 @@ class CoreConfig:
         """The memory tiers whose slots are the core's, near to far."""
         return tuple(tier for tier in MEMORY_TIERS if tier in self.slots or tier is Tier.HOST)
 
-    def step(self, snapshot_pages: float) -> int:
-        """How many pages lie between two snapshots on the way through a prompt, by the pages whose bytes a snapshot
-        takes. A power of two, rounded up to whole forwards of the engine."""
-        least = max(snapshot_pages / self.step_share, self.step_tokens / self.page_tokens)
+    @property
+    def chain_bytes(self) -> int:
+        """The bytes of a page of all chains."""
+        return sum(pool.payload_bytes for pool in self.pools if pool.lookback is None)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The bytes of all windows and states that a request resumes from."""
+        return sum(pool.lookback * pool.payload_bytes for pool in self.pools if pool.lookback is not None)
+
+    @property
+    def step(self) -> int:
+        """How many pages lie between two snapshots on the way through a prompt; 0 if there are none. A power of two,
+        rounded up to whole forwards of the engine."""
+        if not self.chain_bytes or not self.snapshot_bytes:
+            return 0
+        least = max(self.snapshot_bytes / self.chain_bytes / self.step_share, self.step_tokens / self.page_tokens)
         grid = max(self.chunk_tokens, self.prefill_tokens) // self.page_tokens
         return -(-(1 << (ceil(least) - 1).bit_length()) // grid) * grid
 

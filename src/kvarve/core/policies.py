@@ -10,8 +10,8 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from kvarve.core.requests.snapshots import Snapshots
 from kvarve.core.slots.orders import ORDERS
+from kvarve.pages.boundaries import members
 from kvarve.pages.field_checks import require, require_types
 
 
@@ -76,6 +76,51 @@ _LIMITS: dict[str, _Limit] = {
     "offload_pays_at": _FINITE,
     "hash_sample": ("from 0 to 1", lambda value: 0 <= value <= 1),
 }
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Which windows and states are worth keeping: they are large, and most are never read again. Keep them where a
+    prompt ends (`ends`), where it branches off a known prompt (`branches`), and at every multiple of `every` tokens (0:
+    where they take little). None is admitted that would save fewer than `gap` tokens over the one before it."""
+
+    ends: bool = True
+    branches: bool = True
+    every: int = 0
+    gap: int = 0
+
+    def boundaries(
+        self, pages: int, limit: int, branch: int, kept: int, page_tokens: int, grid: int, step: int = 0
+    ) -> int:
+        """The set of boundaries to keep, on the prefill grid.
+
+        For a prompt of `pages` full pages that can be resumed at most at `limit` when it comes again, that branches off
+        known prompts after `branch` pages (0: nowhere), and whose boundaries `kept` have their windows and states.
+        `step`: pages after which they take little (0: nowhere).
+        """
+        marks: list[int] = []
+        if self.ends:
+            marks += pages, limit
+        if self.branches:
+            marks.append(branch)
+        if self.every:
+            marks += range(apart := max(1, self.every // page_tokens), pages + 1, apart)
+        if step:
+            marks += range(step, pages + 1, step)
+        wanted = 0
+        for mark in marks:
+            wanted |= 1 << mark // grid * grid
+        wanted &= ~1
+        return self._admitted(wanted, kept, page_tokens) if self.gap else wanted
+
+    def _admitted(self, wanted: int, kept: int, page_tokens: int) -> int:
+        """The wanted boundaries that are kept already, or far enough from the one before them."""
+        admitted, last = 0, 0
+        for boundary in members(wanted | kept):
+            if kept >> boundary & 1 or (boundary - last) * page_tokens >= self.gap:
+                admitted |= 1 << boundary
+                last = boundary
+        return admitted & wanted
 
 
 @dataclass(frozen=True, kw_only=True)

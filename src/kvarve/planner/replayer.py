@@ -20,9 +20,9 @@ from typing import Any
 
 from kvarve.core.cache import Core
 from kvarve.core.copies.effects import Began, Copy, Ended, Event, Hurry, Page, Probe, Transfer
-from kvarve.core.observe.reasons import Reason
+from kvarve.core.lease import Ask, Lease, Prompt
+from kvarve.core.observe.reasons import Reason, explain
 from kvarve.core.policies import WAIT_COMPLETE
-from kvarve.core.requests.lease import Lease
 from kvarve.memory.record import record_bytes
 from kvarve.pages.keys import TOKEN_BYTES, bind_to_chunk, object_name, root_key
 from kvarve.pages.pools import PoolSpec, Tier
@@ -181,7 +181,7 @@ class Replica:
     def take(self, request: TraceRequest, root: bytes, packed: bytes) -> None:
         """A request has come."""
         self.requests += 1
-        lease = self.core.open(root, packed, self._clock.now, self._patience)
+        lease = self.core.open(Prompt(root, packed), self._clock.now, Ask(self._patience))
         self._waiting.append((request, self._clock.now, lease))
         if len(self._waiting) > 1 or self._computing:
             self._settle()  # its pages are fetched meanwhile
@@ -215,11 +215,11 @@ class Replica:
 
     def _finish(self, lease: Lease) -> None:
         core = self.core
-        chunk, pages = self._chunk, core.keepable(lease)
-        chunks = range(lease.done + chunk, pages, chunk) if core.slot_pools.has_room(lease.root) else ()
+        chunk, pages = self._chunk, lease.pages
+        chunks = range(lease.done + chunk, pages, chunk) if core.evictions.has_room(lease.root) else ()
         for upto in (*chunks, pages):
-            core.grow(lease, min(upto, core.keepable(lease)) // chunk * chunk)  # pages are kept in whole chunks
-        core.publish(lease, lease.grown)
+            core.growth.grow(lease, min(upto, lease.pages) // chunk * chunk)  # pages are kept in whole chunks
+        core.growth.publish(lease, lease.grown)
         core.close(lease)
         self._settle()
         while not core.idle() and not self._flying:
@@ -231,7 +231,7 @@ class Replica:
         report, page = self._report, self._config.page_tokens
         for tier, pages in zip(Tier, lease.from_tiers(), strict=True):
             report.hit_tokens[tier.name.lower()] += pages * page
-        for reason, tokens in self.core.explain(lease).items():
+        for reason, tokens in explain(lease, self.core.paths).items():
             report.reasons[reason.value] += tokens
         report.cost += self._config.cost(request.input_length // page)
         report.saved_cost += self._config.cost(lease.boundary)
@@ -331,7 +331,7 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
                 name = f"{Tier(place // len(core.pools)).name.lower()}.{core.pools[place % len(core.pools)].name}"
                 for counts, pages in (
                     (report.slots, core.slot_pools.committed(place)),
-                    (report.evicted, core.slot_pools.evicted[place]),
+                    (report.evicted, core.residency.evicted[place]),
                 ):
                     counts[name] = counts.get(name, 0) + pages
     if config.storage_memory:

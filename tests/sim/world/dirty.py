@@ -35,7 +35,7 @@ class Dirty:
     def look(self, runs: Iterable[Run], stored: int) -> None:
         """Check after an input in which stores and fetches have shown `stored` pages to be in storage."""
         core, memory, unstored = self._core, set[Name](), set[Name]()
-        expects = not core.backups.only_read and (core.copies.storage or core.backups.down)
+        expects = not core.storage.only_read and (core.storage.attached or core.storage.down)
         for run in runs:
             self._look_at(run, memory, unstored)
         counted = sum(getattr(core.counters, reason) for reason in REASONS)
@@ -52,7 +52,6 @@ class Dirty:
         slot_pools = core.slot_pools
         if not run.pages:
             return
-        backups = core.backups
         wants = run.wanted or core.governor.wants(run)
         used_enough = (
             core.config.policies.write is not WritePolicy.WRITE_THROUGH_SELECTIVE
@@ -60,7 +59,8 @@ class Dirty:
             or run.uses >= core.config.policies.selective_uses
         )
         through = core.config.policies.write is not WritePolicy.WRITE_BACK or run.wanted
-        lines = (backups.pending_backup, backups.pending_store, backups.busy, backups.quarantined)
+        dirty = core.backups.dirty
+        lines = (dirty.to_host, dirty.to_store, dirty.busy, dirty.quarantined)
         waits = any(run in line for line in lines)
         numbers = self._numbers_of(run)
         for pool in range(len(core.pools)):
@@ -82,7 +82,7 @@ class Dirty:
                     continue
                 if name not in self._spared:
                     unstored.add(name)
-                    stores = core.copies.storage and not core.backups.only_read
+                    stores = core.storage.attached and not core.storage.only_read
                     can = stores and wants and through and slot_pools.capacity[host]
                     assert not can or waits or on_its_way >> local & 1, "what is dirty waits to be stored"
 

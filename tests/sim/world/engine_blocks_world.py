@@ -9,11 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from kvarve.core.cache import Core
 from kvarve.core.copies.effects import Copy, Event
 from kvarve.core.core_config import CoreConfig
-from kvarve.core.requests.engine_blocks import EngineCore
-from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.lease import Lease, Phase
 from kvarve.pages.boundaries import members, of, ones
 from kvarve.pages.keys import TOKEN_BYTES
 from kvarve.pages.pools import Tier
@@ -174,7 +172,7 @@ class EngineWorld(World):
             targets = [{} for _ in offered]
         self.seen["declined" if decline else "brought"] += 1
         self._loading[lease.number] = targets
-        self._all(lease, lambda core, twin: _engine(core).load(twin, targets))
+        self._all(lease, lambda core, twin: core.engine_blocks.load(twin, targets))
         self._check()
         return not decline
 
@@ -219,7 +217,7 @@ class EngineWorld(World):
         chains = self.core.slot_pools.chains
         mine = [has if states or pool in chains else {} for pool, has in enumerate(self._mine[lease.number])]
         pages = [{at: handle for at, handle in handles.items() if positions >> at & 1} for handles in mine]
-        taken = self._all(lease, lambda core, twin: _engine(core).save(twin, pages))
+        taken = self._all(lease, lambda core, twin: core.engine_blocks.save(twin, pages))
         for offered, taken_ in zip(pages, taken, strict=True):
             assert not taken_ & ~of(offered), "only what was offered is saved"
         self.seen["saved"] += any(taken)
@@ -259,7 +257,7 @@ class EngineWorld(World):
 
     def step(self, events: Sequence[Event] = (), later_s: float = 0.0) -> None:
         super().step(events, later_s)
-        for release in self._each(lambda core: _engine(core).released()):
+        for release in self._each(lambda core: core.engine_blocks.released()):
             handles = self._waiting.pop(release.op)
             assert [handle for _, handle in release.pages] == handles, "a release names the blocks of its copy"
             ended = release.op not in self.flying and release.op not in self.lost
@@ -316,8 +314,3 @@ class EngineWorld(World):
         super().drain()
         assert not self._waiting, "every block that a copy used is released"
         assert not +self.blocks.users, "and no block is in use any more"
-
-
-def _engine(core: Core) -> EngineCore:
-    assert isinstance(core, EngineCore)
-    return core

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvarve.core.copies.effects import Copy
+from kvarve.core.lease import Lease
 from kvarve.core.observe.headroom import Demand, copying, demand, device_state, making_room
-from kvarve.core.requests.lease import Lease
 from kvarve.pages.keys import TOKEN_BYTES
 from kvarve.pages.pools import MEMORY_TIERS
 from kvarve.reference.engine.request_scheduler import STALL_S, Scheduler, Task, within
@@ -68,7 +68,7 @@ class Pages:
         return self._world.core.lookup(lease.root, lease.tokens).memory
 
     def shape(self) -> int:
-        return self._world.core.slot_pools.shape
+        return self._world.core.tree.shape
 
     def shared_prefix(self, ahead: Lease, behind: Lease) -> int:
         return self._world.core.shared_prefix(ahead, behind)
@@ -201,7 +201,7 @@ class Shop:
             self._say(order)
 
     def _keep(self, order: Order) -> None:
-        lease, upto = order.lease, min(order.done // self.page, self.world.core.keepable(order.lease))
+        lease, upto = order.lease, min(order.done // self.page, order.lease.pages)
         if order.done % self.chunk == 0 and upto > lease.grown:
             self.world.grow(lease, upto)
             self.world.publish(lease, lease.grown)

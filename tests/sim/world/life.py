@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvarve.core.copies.effects import Began, Copy, Ended, Probe, Refusal, Transfer
-from kvarve.core.requests.lease import Lease, Phase
+from kvarve.core.lease import Lease, Phase
 from kvarve.errors import ConfigError
 from kvarve.pages.keys import TOKEN_BYTES
 from kvarve.pages.pools import MEMORY_TIERS, Tier
@@ -211,7 +211,7 @@ def _flush(world: World, tiers: int) -> bool:
 
 def _attach(world: World, empty: int, back_up: int) -> bool:
     """Attach the last storage again, or an empty one."""
-    if world.attached or not world.core.has_host:
+    if world.attached or not world.core.backups.dirty.has_host:
         return False
     world.seen["attached an empty storage" if empty else "attached again"] += 1
     world.attach(None if empty else world.storage, bool(back_up))
@@ -427,7 +427,7 @@ def _one(pick: int, those: Sequence[T]) -> T | None:
 def _further(world: World, pick: int, more: int) -> tuple[Lease | None, int]:
     """A ready lease that can keep more pages, and a page on the prefill grid up to which it can."""
     lease, grid = _one(pick, _ready(world)), world.core.grid
-    upto = min(world.core.keepable(lease), lease.grown + grid * more) // grid * grid if lease is not None else 0
+    upto = min(lease.pages, lease.grown + grid * more) // grid * grid if lease is not None else 0
     return (lease, upto) if lease is not None and upto > lease.grown else (None, 0)
 
 

@@ -15,10 +15,9 @@ from kvarve.core.audit import audit
 from kvarve.core.cache import Core
 from kvarve.core.copies.effects import Copy, Ended, Hurry, Probe, Transfer, Verified
 from kvarve.core.core_config import CoreConfig
-from kvarve.core.observe.reasons import HITS, Reason
+from kvarve.core.lease import Lease, Phase
+from kvarve.core.observe.reasons import HITS, Reason, explain
 from kvarve.core.policies import BEST_EFFORT
-from kvarve.core.requests.engine_blocks import core_for
-from kvarve.core.requests.lease import Lease, Phase
 from kvarve.core.requests.prefetch import EVICTION_RETRIES
 from kvarve.core.tree.tree import Run
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, extend, pack, root_key
@@ -39,11 +38,11 @@ class Shadow:
     def __init__(self, seed: int = 0, config: CoreConfig | None = None, ranks: int = 1) -> None:
         """Without a `config` the settings are drawn from the seed."""
         config = config or configure(draw(random.Random(seed)))
-        self.cores = [core_for(config) for _ in range(ranks)]
+        self.cores = [Core(config) for _ in range(ranks)]
         self.core = self.cores[0]
         self.transfers = [self._transfers(rank, ranks) for rank in range(ranks)]
         self.storage = Store()
-        self.attached = self.core.copies.storage
+        self.attached = self.core.storage.attached
         self.flying: dict[int, Transfer] = {}  # in flight, on at least one rank
         self.lost: dict[int, Transfer] = {}  # will never end by themselves
         self.verified: dict[int, Verified] = {}  # loads whose pages are being copied after their check
@@ -283,7 +282,7 @@ class Shadow:
 
     def _check_reasons(self, lease: Lease) -> None:
         """Every token of a lease's prompt has one reason, and always the same once it is ready."""
-        reasons = self._all(lease, lambda core, twin: core.explain(twin))
+        reasons = self._all(lease, lambda core, twin: explain(twin, core.paths))
         assert sum(reasons.values()) == lease.length and all(some > 0 for some in reasons.values())
         if not lease.ready:
             assert {*reasons} <= {Reason.NOT_READ}, "a lease that is not ready has read nothing"
@@ -334,7 +333,7 @@ class Shadow:
     def _keys_of(self, run: Run) -> bytes:
         """A run's keys as the shadow derives them, whether the core has computed them or not."""
         if run.parent is None:
-            return next(name for name, root in self.core.slot_pools.roots.items() if root is run)
+            return next(name for name, root in self.core.tree.roots.items() if root is run)
         above, seen = self._keys_of(run.parent), self._names.get(id(run))
         if seen and seen[0] is run and seen[1] is run.tokens and seen[3] is above:
             return seen[2]
@@ -390,7 +389,7 @@ class Shadow:
         assert lease.boundary * self.core.config.page_tokens < max(1, len(lease.tokens) // TOKEN_BYTES)
         handed = []
         for pool in range(len(self.core.pools)):
-            positions, slots = self.core.slots(lease, pool)
+            positions, slots = self.core.growth.slots(lease, pool)
             assert positions == self._reads(pool, lease.boundary), "it has what its boundary reads"
             handed.append((slots, [keys[position] for position in positions]))
         self._handed[lease.number] = handed

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvarve.core.cache import Core
 from kvarve.core.copies.in_flight import Op
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
 from kvarve.core.tree.tree import Run
 
 _POINTERS = {"parent", "children", "pins", "prefix_pins"}
@@ -20,7 +20,7 @@ _lease_facts = attrgetter(*(name for name in Lease.__slots__ if name != "run"))
 
 
 def runs(core: Core) -> Iterator[Run]:
-    stack: list[Run] = [*core.slot_pools.roots.values()]
+    stack: list[Run] = [*core.tree.roots.values()]
     while stack:
         run = stack.pop()
         yield run
@@ -38,9 +38,9 @@ def _run_facts(run: Run) -> tuple[Any, list[tuple[int, ...]]]:
 def differ(one: Core, two: Core) -> str:
     """The first difference between two cores; empty if equal. As strict as comparing dumps, and much faster."""
     twin: dict[int, Run | None] = {id(None): None}
-    if [*one.slot_pools.roots] != [*two.slot_pools.roots]:
+    if [*one.tree.roots] != [*two.tree.roots]:
         return "roots"
-    stack: list[tuple[Run, Run]] = [*zip(one.slot_pools.roots.values(), two.slot_pools.roots.values(), strict=True)]
+    stack: list[tuple[Run, Run]] = [*zip(one.tree.roots.values(), two.tree.roots.values(), strict=True)]
     while stack:
         left, right = stack.pop()
         twin[id(left)] = right
@@ -51,13 +51,13 @@ def differ(one: Core, two: Core) -> str:
     def same(left: Run | None, right: Run | None) -> bool:
         return twin[id(left)] is right if id(left) in twin else right is not None and not right.pages
 
-    if one.slot_pools.free != two.slot_pools.free or one.slot_pools.tick != two.slot_pools.tick:
+    if one.slot_pools.free != two.slot_pools.free or one.tree.tick != two.tree.tick:
         return "slot_pools"
-    for ours, theirs in zip(one.slot_pools.orders.values(), two.slot_pools.orders.values(), strict=True):
+    for ours, theirs in zip(one.candidates.orders.values(), two.candidates.orders.values(), strict=True):
         standing = ours.runs(), theirs.runs()
         if len(standing[0]) != len(standing[1]) or not all(map(same, *standing)):
             return "eviction orders"
-    if one.counters != two.counters or one.slot_pools.evicted != two.slot_pools.evicted:
+    if one.counters != two.counters or one.residency.evicted != two.residency.evicted:
         return "counters"
     if [*one.leases] != [*two.leases] or [*one.copies.ops] != [*two.copies.ops]:
         return "leases or copies"
@@ -68,8 +68,8 @@ def differ(one: Core, two: Core) -> str:
         if _op_facts(op) != _op_facts(its) or _whose(op) != _whose(its) or not same(op.run, its.run):
             return "a copy"
     lines = [
-        (core.backups.pending_backup, core.backups.pending_store, core.backups.busy, core.backups.quarantined)
-        for core in (one, two)
+        (dirty.to_host, dirty.to_store, dirty.busy, dirty.quarantined)
+        for dirty in (one.backups.dirty, two.backups.dirty)
     ]
     for our_line, their_line in zip(*lines, strict=True):
         if len(our_line) != len(their_line) or not all(map(same, our_line, their_line)):
@@ -94,14 +94,14 @@ def _flying(core: Core) -> list[tuple[bytes, int, list[int]]]:
 
 
 def _weather(core: Core) -> tuple[Any, ...]:
-    backups = core.backups
+    storage, dirty = core.storage, core.backups.dirty
     return (
-        backups.failures,
-        backups.back_off_until,
-        backups.down,
-        *backups.blocked,
-        backups.look_again,
-        [*backups.quarantined.values()],
+        storage.failures,
+        storage.back_off_until,
+        storage.down,
+        *dirty.blocked,
+        dirty.look_again,
+        [*dirty.quarantined.values()],
     )
 
 
@@ -118,18 +118,18 @@ def dump(core: Core) -> Mapping[str, Any]:
             [(first, describe(root, child, above + run.tokens)) for first, child in run.children.items()],
         )
 
-    trees = [(root, describe(root, run)) for root, run in core.slot_pools.roots.items()]
+    trees = [(root, describe(root, run)) for root, run in core.tree.roots.items()]
     gone = (b"", b"")
     return {
         "trees": trees,
         "free": [slots.tolist() for slots in core.slot_pools.free],
-        "orders": [[names.get(id(run), gone) for run in order.runs()] for order in core.slot_pools.orders.values()],
-        "evicted": [*core.slot_pools.evicted],
-        "tick": core.slot_pools.tick,
-        "pending_backup": [names.get(id(run), gone) for run in core.backups.pending_backup],
-        "pending_store": [names.get(id(run), gone) for run in core.backups.pending_store],
-        "busy": [names.get(id(run), gone) for run in core.backups.busy],
-        "parked": [names.get(id(run), gone) for run in core.backups.quarantined],
+        "orders": [[names.get(id(run), gone) for run in order.runs()] for order in core.candidates.orders.values()],
+        "evicted": [*core.residency.evicted],
+        "tick": core.tree.tick,
+        "pending_backup": [names.get(id(run), gone) for run in core.backups.dirty.to_host],
+        "pending_store": [names.get(id(run), gone) for run in core.backups.dirty.to_store],
+        "busy": [names.get(id(run), gone) for run in core.backups.dirty.busy],
+        "parked": [names.get(id(run), gone) for run in core.backups.dirty.quarantined],
         "weather": _weather(core),
         "governor": {name: _plain(value, {}) for name, value in vars(core.governor).items()},
         "deferred": [*core.prefetch.deferred],
@@ -139,9 +139,9 @@ def dump(core: Core) -> Mapping[str, Any]:
             [*core.backups.storing],
             [*core.backups.staging],
             [*core.prefetch.held],
-            core.slot_pools.bad_pages,
+            core.residency.bad_pages,
         ),
-        "storage": core.copies.storage,
+        "storage": core.storage.attached,
         "number": core.copies.sent,
         "effects": [*core.copies.effects],
         "counters": vars(core.counters).copy(),

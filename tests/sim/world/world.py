@@ -9,8 +9,8 @@ from math import inf
 
 from kvarve.core.copies.effects import Began, Copy, Ended, Event, Outcome, Refusal, Transfer, Verified, agreed
 from kvarve.core.copies.in_flight import FETCH, LOAD, PROBE, STORE, Moving, Op
+from kvarve.core.lease import Ask, Lease, Phase, Prompt
 from kvarve.core.policies import WAIT_COMPLETE, Patience
-from kvarve.core.requests.lease import Lease, Phase
 from kvarve.core.tree.tree import covering, walk
 from kvarve.pages.boundaries import union
 from kvarve.pages.keys import TOKEN_BYTES, pack, root_key
@@ -52,8 +52,8 @@ class World(Shadow):
         hit = self.core.lookup(root, tokens, outside)  # on one rank only: if it changed state, the ranks would differ
         right = self._expected_hit(keys, len(tokens) // TOKEN_BYTES, outside)
         assert (hit.device, hit.memory, hit.by_pool) == right, "a hit is what a brute force finds"
-        rest = self.now, patience, read, priority, outside, expected
-        twins = [core.open(root, tokens, *rest, again=again) for core in self.cores]
+        ask = Ask(patience, read, priority, outside, expected, again)
+        twins = [core.open(Prompt(root, tokens), self.now, ask) for core in self.cores]
         self._opened(twins, keys)
         self._check()
         return twins[0]
@@ -91,7 +91,7 @@ class World(Shadow):
         return self.claim(lease)
 
     def resumed(self, lease: Lease) -> None:
-        self._all(lease, lambda core, twin: core.resumed(twin))
+        self._all(lease, lambda core, twin: core.growth.resumed(twin))
         self._check()
 
     def extend(self, lease: Lease, tokens: Sequence[int], replaced: int = 0) -> None:
@@ -100,20 +100,20 @@ class World(Shadow):
     def extend_packed(self, lease: Lease, tokens: bytes, replaced_bytes: int = 0) -> None:
         stays = lease.tokens[: len(lease.tokens) - replaced_bytes]
         self._prompts[lease.number] = self._learn(lease.root, stays + tokens)
-        self._all(lease, lambda core, twin: core.extend(twin, tokens, replaced_bytes))
+        self._all(lease, lambda core, twin: core.growth.extend(twin, tokens, replaced_bytes))
         assert lease.snapshots < 2 << max(lease.pages, lease.grown), "no window or state is kept behind its end"
         self._check()
 
     def reserve(self, lease: Lease, upto: int) -> bool:
         """Slots to compute in, for partial pages too; checks the content of the lease's pages."""
-        reserved = self._all(lease, lambda core, twin: core.reserve(twin, upto))
+        reserved = self._all(lease, lambda core, twin: core.growth.reserve(twin, upto))
         for pool in self.core.slot_pools.chains:
             for position, slot in lease.own[pool].items():
                 if position not in self._grown[lease.number][pool]:
                     assert reserved, "all or nothing"
                     self._fill(pool, slot, empty(lease.number))
                     self._grown[lease.number][pool][position] = slot
-            slots = self.core.block_table(lease, pool, 0)
+            slots = self.core.growth.block_table(lease, pool, 0)
             assert not reserved or len(slots) >= upto, "every page has its place"
             for position, slot in enumerate(slots[: lease.done]):
                 for transfers in self.transfers:
@@ -124,14 +124,14 @@ class World(Shadow):
         return reserved
 
     def mark(self, lease: Lease, boundary: int) -> bool:
-        marked = self._all(lease, lambda core, twin: core.mark(twin, boundary))
+        marked = self._all(lease, lambda core, twin: core.growth.mark(twin, boundary))
         assert not marked or lease.done < boundary <= lease.pages, "what is to be kept is still to come"
         self._check()
         return marked
 
     def grow(self, lease: Lease, upto: int) -> list[dict[int, int]]:
         start = lease.grown
-        fresh = self._all(lease, lambda core, twin: core.grow(twin, upto))
+        fresh = self._all(lease, lambda core, twin: core.growth.grow(twin, upto))
         for pool, slots in enumerate(fresh):
             for position, slot in slots.items():
                 assert start <= position < lease.grown, "slots are for the pages that were asked for"
@@ -141,7 +141,7 @@ class World(Shadow):
         return fresh
 
     def short(self, lease: Lease, upto: int) -> bool:
-        short = self._all(lease, lambda core, twin: core.short(twin, upto))
+        short = self._all(lease, lambda core, twin: core.growth.short(twin, upto))
         self._check()
         return short
 
@@ -153,7 +153,7 @@ class World(Shadow):
                 for transfers in self.transfers:
                     assert transfers.arenas[pool][slot] == empty(lease.number), "room is ours until published"
                 self._fill(pool, slot, keys[position])
-        self._all(lease, lambda core, twin: core.publish(twin, upto))
+        self._all(lease, lambda core, twin: core.growth.publish(twin, upto))
         self._check()
 
     def hand_over(self, lease: Lease) -> int:
@@ -189,7 +189,7 @@ class World(Shadow):
 
     def attach(self, store: Store | None = None, back_up: bool = False) -> None:
         """Attach a known storage or an empty one; or the one that was down is up again."""
-        again = self.core.backups.down and store is self.storage
+        again = self.core.storage.down and store is self.storage
         self.storage, self.attached, self._void_until = store or Store(), True, self.core.copies.sent
         self._failures, self._back_off_until = 0, self.now
         for core in self.cores:
@@ -223,7 +223,7 @@ class World(Shadow):
         self.seen["tried at once"] += self._failures > 0
         self._back_off_until = self.now
         for core in self.cores:
-            core.retry()
+            core.storage.retry()
         self._check()
 
     def step(self, events: Sequence[Event] = (), later_s: float = 0.0) -> None:
@@ -265,7 +265,7 @@ class World(Shadow):
     def _resident(self, op: Op, page: Moving) -> bool:
         """Whether the tree has a page of a fetch in memory."""
         assert op.lease is not None
-        root = self.core.slot_pools.roots.get(op.lease.root)
+        root = self.core.tree.roots.get(op.lease.root)
         passed, known = walk(root, op.lease.tokens) if root is not None else ([], 0)
         if page.position >= known:
             return False
@@ -424,9 +424,9 @@ class World(Shadow):
                 self.claim(lease)
         assert lease.ready, "probe, fetch, room, load: no request waits for more"
         grid = self.core.grid
-        start, pages = lease.done, self.core.keepable(lease) // grid * grid
+        start, pages = lease.done, lease.pages // grid * grid
         for chunk in range(1, chunks + 1):
-            upto = min((start + (pages - start) * chunk // chunks) // grid * grid, self.core.keepable(lease))
+            upto = min((start + (pages - start) * chunk // chunks) // grid * grid, lease.pages)
             self.grow(lease, max(lease.grown, upto))
             self.publish(lease, max(lease.done, min(upto, lease.grown // grid * grid)))
         self.close(lease)
@@ -470,12 +470,12 @@ class World(Shadow):
         for _ in range(10 + 8 * sum(self.core.slot_pools.capacity)):  # a small tier takes few at a time
             self.flush(Tier.DEVICE, Tier.HOST)
             self.settle()
-            if not self.core.slot_pools.roots:
+            if not self.core.tree.roots:
                 break
         free = [len(slots) for slots in self.core.slot_pools.free]
         committed = [self.core.slot_pools.committed(place) for place in range(len(free))]
         assert free == committed, "after a flush everything is free"
-        assert not self.core.slot_pools.roots, "after a flush nothing is remembered"
+        assert not self.core.tree.roots, "after a flush nothing is remembered"
 
     def happened(self) -> Counter[str]:
         """The core's counters, and hit pages by tier."""

@@ -26,8 +26,8 @@ import numpy.typing as npt
 from kvarve.cache.messages import Order, Report
 from kvarve.cache.scheduler import CacheScheduler, Prompt
 from kvarve.core.copies.effects import Copy, Ended, Page
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.observe.reasons import Reason
-from kvarve.core.requests.lease import Lease, Phase
 from kvarve.core.requests.prefetch import LOOK_AGAIN_S
 from kvarve.errors import ConfigError
 from kvarve.pages.blocks import NULL_BLOCK, blocks_of, handle_of

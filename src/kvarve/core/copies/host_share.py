@@ -4,29 +4,26 @@ A budget is the bytes of a host that pools share, else one pool's slots.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from kvarve.core.core_config import CoreConfig
+from kvarve.core.slots.slot_pools import SlotPools
 from kvarve.pages.pools import Tier
-
-if TYPE_CHECKING:
-    from kvarve.core.slots.slot_pools import SlotPools
-    from kvarve.core.state import State
 
 
 class HostShare:
     """Pages are counted by pool. A share holds at least what two boundaries read of each window and state, and two
     pages of each chain, as far as the host does."""
 
-    def __init__(self, state: "State", slot_pools: "SlotPools") -> None:
-        self._page_bytes = [pool.payload_bytes for pool in state.config.pools]
+    def __init__(self, config: CoreConfig, slot_pools: SlotPools) -> None:
+        self._page_bytes = [pool.payload_bytes for pool in config.pools]
         self.budgets = [[pool] for pool in range(len(self._page_bytes))]  # the pools of each
         slots = [slot_pools.capacity[slot_pools.place(Tier.HOST, pool)] for (pool,) in self.budgets]
-        few = [min(count, 2 * (pool.lookback or 1)) for pool, count in zip(state.config.pools, slots, strict=True)]
+        few = [min(count, 2 * (pool.lookback or 1)) for pool, count in zip(config.pools, slots, strict=True)]
         whole = [count * size for count, size in zip(slots, self._page_bytes, strict=True)]
         if (extents := slot_pools.extents[-1]) is not None:
             self.budgets, whole = [[*range(len(slots))]], [extents.cut.most_bytes(self._page_bytes)]
         self.whole_bytes = sum(whole)  # of the host
-        share = state.config.policies.host_share
+        share = config.policies.host_share
         self.most = [  # by budget, bytes that fetches may hold
             max(int(share * nbytes), self._bytes(pools, few)) for pools, nbytes in zip(self.budgets, whole, strict=True)
         ]

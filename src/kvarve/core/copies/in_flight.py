@@ -1,21 +1,19 @@
 """Copies in flight: the pages that each one moves, its lease, and its pins until it has ended."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain, pairwise, repeat
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvarve.core.copies.effects import Copy, Effect, Ended, Hurry, Page, Probe, Refusal, Verified
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
+from kvarve.core.slots.residency import Residency
 from kvarve.core.tree.tree import Run, covering, keys_of, root_of
 from kvarve.pages.boundaries import deepest, members, numbered, ones, span, union
 from kvarve.pages.keys import KEY_BYTES
 from kvarve.pages.pools import Tier
-
-if TYPE_CHECKING:
-    from kvarve.core.state import State
 
 Edge = tuple[Tier, Tier]
 
@@ -63,10 +61,19 @@ class Moving(NamedTuple):
     target: int
 
 
-def note_bad(lease: Lease, outcomes: Iterable[PartOutcome]) -> None:
-    """A lease waited for these pages; some failed their check."""
-    for part, _, bad in outcomes:
-        lease.bad[part.pool] |= bad
+def note_bad(lease: Lease, pool: int, positions: int) -> None:
+    """Pages of a lease's prompt failed their check."""
+    lease.bad[pool] |= positions
+
+
+def note_asked(lease: Lease, pages: Sequence[int]) -> None:
+    """Copies of these pages (bits), by pool, are begun for a lease."""
+    lease.asked = [asked | bits for asked, bits in zip(lease.asked, pages, strict=True)]
+
+
+def note_come(lease: Lease, pages: Sequence[int]) -> None:
+    """They have come."""
+    lease.asked = [asked & ~bits for asked, bits in zip(lease.asked, pages, strict=True)]
 
 
 @dataclass
@@ -160,11 +167,10 @@ def batches(parts: Sequence[Part], enough: int) -> Iterator[list[Part]]:
 class Copies:
     """Starts copies, and knows those in flight."""
 
-    def __init__(self, state: "State") -> None:
+    def __init__(self, residency: Residency) -> None:
+        self._slot_pools, self._residency = residency.slot_pools, residency
         self.ops: dict[int, Op] = {}
         self.effects: list[Effect] = []  # not taken yet
-        self.storage = False  # whether one is attached and up
-        self._slot_pools = state.slot_pools
         self.sent = 0  # copies and probes so far; the last one has this number
 
     def send(self, op: Op) -> None:
@@ -177,7 +183,7 @@ class Copies:
         if op.run is not None:
             op.pinned = union(part.positions for part in op.parts)
             op.run = covering(op.run, deepest(op.pinned))
-            self._slot_pools.pin(op.run, op.pinned, tiers=op.edge[:1])  # its target slots are its own
+            self._residency.pin(op.run, op.pinned, tiers=op.edge[:1])  # its target slots are its own
             root = root_of(op.run).named
         else:
             assert op.lease is not None
@@ -195,17 +201,46 @@ class Copies:
         assert len(keys) == len(part.sources) == len(part.targets), "a slot at both ends for each page"
         return map(Page, repeat(part.pool), keys, part.sources, part.targets)
 
+    def join(self, lease: Lease, number: int) -> None:
+        """A lease waits for a fetch of another one too."""
+        op = self.ops[number]
+        if lease is not op.lease and lease not in op.joined:
+            op.joined.append(lease)
+        lease.ops.add(number)
+
+    def leave(self, lease: Lease, number: int) -> None:
+        """A lease waits no longer for a copy, which ends without it if it is in flight."""
+        lease.ops.discard(number)
+
+    def leave_all(self, lease: Lease) -> None:
+        lease.ops.clear()
+
     def hurry(self, lease: Lease) -> None:
         """A lease has been claimed: its copies from storage are urgent from now on."""
         if lease.ops and (fetches := tuple(op for op in sorted(lease.ops) if self.ops[op].edge == FETCH)):
             self.effects.append(Hurry(fetches))
 
+    def take(self) -> list[Effect]:
+        """The effects since the last call, in order."""
+        effects, self.effects = self.effects, []
+        return effects
+
+    def leaving(self) -> list[Op]:
+        """The copies in flight that evictions wait for."""
+        return [op for op in self.ops.values() if op.leaving and not op.void]
+
+    def fill(self, op: Op) -> None:
+        """A verified load has given target slots to the tree, whose pages it pins until it has ended."""
+        if op.given and op.run is not None:
+            op.filling = union(op.given.values())
+            self._residency.pin(op.run, op.filling, tiers=op.edge[1:])
+
     def end(self, number: int) -> Op | None:
         """A copy has ended: unpin its sources; its target slots are the caller's. None if there is no such copy."""
         op = self.ops.pop(number, None)
         if op is not None and op.run is not None:
-            self._slot_pools.unpin(op.run, op.pinned, tiers=op.edge[:1])
-            self._slot_pools.unpin(op.run, op.filling, tiers=op.edge[1:])
+            self._residency.unpin(op.run, op.pinned, tiers=op.edge[:1])
+            self._residency.unpin(op.run, op.filling, tiers=op.edge[1:])
         return op
 
     def reads(self, place: int, slot: int) -> bool:

@@ -1,17 +1,64 @@
-"""How many device slots could be reserved now: free ones, and those of unpinned pages.
+"""How many device slots could be reserved now: free ones, and those of unpinned pages; and how full memory is.
 
 A query, built once for many requests: it changes nothing, and its cost grows with pinned pages, not resident ones.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvarve.core.cache import Core
 from kvarve.core.copies.in_flight import BACKUP, LOAD, PROBE, STORE, Op
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
 from kvarve.core.slots.extents import Extents
 from kvarve.core.tree.tree import Run, same_pages
 from kvarve.pages.boundaries import of, ones
+from kvarve.pages.pools import Tier
+
+
+def _stuck(core: Core, places: Sequence[int]) -> dict[Run, list[int]]:
+    """Of each of these places, the local positions of runs whose pages requests or copies in flight need there, or that
+    pages of such rest on. The cost grows with these, not with resident pages."""
+    slot_pools, stuck = core.slot_pools, dict[Run, list[int]]()
+    for tail in (*(lease.run for lease in core.leases.values()), *(op.run for op in core.copies.ops.values())):
+        run, below = tail, [False] * len(places)
+        while run is not None and run.tokens:
+            now = []
+            for rests, place in zip(below, places, strict=True):
+                here = run.here[place]
+                if not slot_pools.is_chain(place):
+                    here &= run.pins[place // len(slot_pools.pools)].held()
+                elif not rests:
+                    here &= ones(core.candidates.held_until(run, place))
+                now.append(here)
+            if (before := stuck.get(run)) is not None:
+                now = [one | other for one, other in zip(now, before, strict=True)]
+                if now == before:
+                    break
+            stuck[run] = now
+            below, run = [pages > 0 for pages in now], run.parent
+    return stuck
+
+
+def _to_fill(core: Core) -> list[int]:
+    """By place, the slots that requests and copies in flight own, which are to be filled."""
+    slot_pools = core.slot_pools
+    counts = [0] * len(slot_pools.capacity)
+    for lease in core.leases.values():
+        for tier, pages in ((Tier.DEVICE, lease.own), (Tier.HOST, lease.landed)):
+            for pool, slots in enumerate(pages if tier in slot_pools.memory else ()):
+                counts[slot_pools.place(tier, pool)] += len(slots)
+    for op in core.copies.ops.values():
+        for part in op.parts if op.edge[1] in slot_pools.memory else ():
+            counts[slot_pools.place(op.edge[1], part.pool)] += op.owned(part).bit_count()
+    return counts
+
+
+def pinned(core: Core) -> list[int]:
+    """By place, the slots in use whose pages cannot be evicted now, and those that are to be filled."""
+    counts = _to_fill(core)
+    for pages in _stuck(core, range(len(counts))).values():
+        counts = [count + bits.bit_count() for count, bits in zip(counts, pages, strict=True)]
+    return counts
 
 
 class Headroom:
@@ -19,53 +66,21 @@ class Headroom:
 
     def __init__(self, core: Core) -> None:
         self._core, self._chains = core, core.slot_pools.chains
-        self._stuck: dict[Run, list[int]] = {}  # of each chain, how many leading pages of a run cannot be evicted
-        self.loose = [core.slot_pools.capacity[pool] for pool in self._chains]
-        for lease in core.leases.values():
-            self._hold(lease.run)
-            for i, pool in enumerate(self._chains):
-                self.loose[i] -= len(lease.own[pool])
-        for op in core.copies.ops.values():
-            if op.run is not None:
-                self._hold(op.run)
-            for part in op.parts if op.edge == LOAD else ():
-                if part.pool in self._chains:
-                    self.loose[self._chains.index(part.pool)] -= op.owned(part).bit_count()
-        for stuck in self._stuck.values():
-            for i, pages in enumerate(stuck):
-                self.loose[i] -= pages
+        self._stuck, self._filling = _stuck(core, self._chains), _to_fill(core)
+        self.loose = [core.slot_pools.capacity[pool] - self._filling[pool] for pool in self._chains]
+        for pages in self._stuck.values():
+            self.loose = [loose - bits.bit_count() for loose, bits in zip(self.loose, pages, strict=True)]
         if (extents := core.slot_pools.extents[0]) is not None and self._chains:
             self.loose[0] -= self._blocked(extents) * extents.cut.per[self._chains[0]]
-
-    def _hold(self, run: Run | None) -> None:
-        """Note the pages of a run, and of the runs above it, that cannot be evicted."""
-        below = [False] * len(self._chains)
-        while run is not None and run.tokens:
-            before, stuck = self._stuck.get(run), []
-            for rests, pool in zip(below, self._chains, strict=True):
-                here = run.here[pool].bit_length()
-                stuck.append(here if rests else min(here, self._core.slot_pools.held_until(run, pool)))
-            if before is not None:
-                stuck = [*map(max, stuck, before)]
-                if stuck == before:
-                    return
-            self._stuck[run] = stuck
-            below, run = [pages > 0 for pages in stuck], run.parent
 
     def _blocked(self, extents: Extents) -> int:
         """How many of the device's extents, beyond its least, another pool cannot give to the chain: each of its slots
         that is in use for now may be in an extent of its own."""
-        core, busy = self._core, [0] * len(self._core.pools)
+        busy = self._filling[: len(self._core.pools)]
         for run in self._stuck:
             held = run.pins[0].held()
             for pool, here in enumerate(run.here[: len(busy)]):
                 busy[pool] += (here & held).bit_count()
-        for lease in core.leases.values():
-            for pool, slots in enumerate(lease.own):
-                busy[pool] += len(slots)
-        for op in core.copies.ops.values():
-            for part in op.parts if op.edge == LOAD else ():
-                busy[part.pool] += op.owned(part).bit_count()
         return sum(
             max(0, min(slots, owned) - least)
             for pool, (slots, owned, least) in enumerate(zip(busy, extents.owned, extents.cut.least, strict=True))
@@ -78,7 +93,7 @@ class Headroom:
             here = [ones(lease.done) | lease.seen[pool] | of(lease.own[pool]) for pool in self._chains]
             return [upto - (pages & ones(upto)).bit_count() for pages in here]
         have, at, width = [0] * len(self._chains), 0, self._core.width
-        run: Run | None = self._core.slot_pools.roots.get(lease.root)
+        run: Run | None = self._core.tree.roots.get(lease.root)
         while run is not None and at < upto:
             run = run.children.get(lease.tokens[at * width : (at + 1) * width])
             stuck = None if run is None else self._stuck.get(run)
@@ -86,7 +101,7 @@ class Headroom:
                 break
             same = same_pages(run.tokens, lease.tokens, at * width, run.pages, width)
             for i, pages in enumerate(stuck):
-                have[i] += min(pages, same, upto - at)
+                have[i] += min(pages.bit_length(), same, upto - at)
             at += run.pages
             if same < run.pages:
                 break

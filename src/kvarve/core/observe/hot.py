@@ -10,7 +10,7 @@ one. Both are halved now and then, so they are of late.
 from bisect import insort
 from collections.abc import Iterator
 
-from kvarve.core.tree.tree import Run
+from kvarve.core.tree.tree import Run, covering
 
 MOST = 64  # prefixes
 HALVE_EVERY = 4096  # resumptions
@@ -75,9 +75,7 @@ class Hot:
         for each in self._of.get(root, ()):
             if not start < each.pages <= end:
                 continue
-            while each.pages <= run.first:
-                assert run.parent is not None
-                run = run.parent
+            run = covering(run, each.pages - 1)
             if run.traces[each.pages - 1 - run.first] == each.trace:
                 each.run = run
                 yield each
@@ -88,9 +86,7 @@ class Hot:
             least = min(self._all(), key=lambda each: (each.count, each.hits, each.number))
             count += least.count
             self._drop(least)
-        while pages <= run.first:
-            assert run.parent is not None
-            run = run.parent
+        run = covering(run, pages - 1)
         self._numbers += 1
         insort(self._of.setdefault(root, []), HotPrefix(root, pages, run, count, self._numbers), key=_longest_first)
         self._size += 1

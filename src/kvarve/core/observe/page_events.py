@@ -1,14 +1,15 @@
 """What enters and leaves each tier, told page by page to a listener outside. Nothing is kept without one."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from kvarve.core.context import Context
+from kvarve.core.copies.storage_state import StorageState
+from kvarve.core.slots.slot_pools import SlotPools
+from kvarve.core.tree.prefix_tree import PrefixTree
 from kvarve.core.tree.tree import Run
 from kvarve.pages.boundaries import spans
 from kvarve.pages.keys import KEY_BYTES
 from kvarve.pages.pools import Tier
-
-if TYPE_CHECKING:
-    from kvarve.core.state import State
 
 
 class Moved(NamedTuple):
@@ -26,11 +27,12 @@ Told = Moved | None
 """None: all that has been told before is void, since it cannot be told what storage has, or a listener missed some."""
 
 
-class Residency:
+class PageEvents:
     """Collects what is to be told."""
 
-    def __init__(self, state: "State") -> None:
-        self._state = state
+    def __init__(self, context: Context, slot_pools: SlotPools, tree: PrefixTree, storage: StorageState) -> None:
+        self._tiers, self._pools = (*context.config.memory, Tier.STORAGE), len(slot_pools.pools)
+        self._slot_pools, self._tree, self._storage = slot_pools, tree, storage
         self._told: list[Told] = []
 
     def take(self) -> list[Told]:
@@ -38,32 +40,31 @@ class Residency:
         told, self._told = self._told, []
         return told
 
-    def moved(self, run: Run, place: int, local: int, entered: bool) -> None:
-        """Pages of a run at these local positions enter or leave a place, or a pool in storage."""
-        number, pool = divmod(place, len(self._state.config.pools))
-        memory = self._state.config.memory
-        tier = memory[number] if number < len(memory) else Tier.STORAGE
+    def entered(self, run: Run, place: int, local: int) -> None:
+        number, pool = divmod(place, self._pools)
         for start, stop in spans(local):
-            keys = run.keys[start * KEY_BYTES : stop * KEY_BYTES]
-            if entered:
-                self._told.append(Moved(True, pool, tier, keys, _before(run, start), _said(run, start, stop)))
-            else:
-                self._told.append(Moved(False, pool, tier, keys))
+            keys, said = run.keys[start * KEY_BYTES : stop * KEY_BYTES], _said(run, start, stop)
+            self._told.append(Moved(True, pool, self._tiers[number], keys, _before(run, start), said))
+
+    def left(self, run: Run, place: int, local: int) -> None:
+        number, pool = divmod(place, self._pools)
+        for start, stop in spans(local):
+            self._told.append(Moved(False, pool, self._tiers[number], run.keys[start * KEY_BYTES : stop * KEY_BYTES]))
+
+    def stored(self, run: Run, pool: int, local: int) -> None:
+        self.entered(run, self._slot_pools.place(Tier.STORAGE, pool), local)
 
     def lacks(self, pool: int, key: bytes) -> None:
-        """Storage does not have a page."""
         self._told.append(Moved(False, pool, Tier.STORAGE, key))
 
     def tell_all(self) -> None:
         """Begin anew, with all that is there now: of storage, what the tree knows to be there."""
         self._told = [None]
-        slot_pools, pools = self._state.slot_pools, range(len(self._state.config.pools))
-        storage = self._state.copies.storage or self._state.backups.down
-        for run in slot_pools.runs():
+        for run in self._tree.runs():
             for place, here in enumerate(run.here):
-                self.moved(run, place, here, True)
-            for pool in pools if storage else ():
-                self.moved(run, slot_pools.place(Tier.STORAGE, pool), run.stored[pool], True)
+                self.entered(run, place, here)
+            for pool in range(self._pools) if self._storage.attached or self._storage.down else ():
+                self.stored(run, pool, run.stored[pool])
 
 
 def _before(run: Run, local: int) -> bytes:

@@ -8,14 +8,11 @@ Each set is added to the others, so that no boundary is below the one before it,
 from collections import Counter
 from enum import Enum
 from math import inf
-from typing import TYPE_CHECKING
 
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
+from kvarve.core.requests.paths import Paths
 from kvarve.pages.boundaries import deepest, leading, span
 from kvarve.pages.pools import Tier
-
-if TYPE_CHECKING:
-    from kvarve.core.requests.paths import Paths
 
 
 class Reason(Enum):
@@ -60,10 +57,10 @@ HITS = (Reason.HIT_DEVICE, Reason.HIT_HOST, Reason.HIT_STORAGE)
 _EVICTED = {Tier.DEVICE: Reason.EVICTED_DEVICE, Tier.HOST: Reason.EVICTED_HOST}
 
 
-def explain(lease: Lease, paths: "Paths") -> dict[Reason, int]:
+def explain(lease: Lease, paths: Paths) -> dict[Reason, int]:
     """The tokens of a lease's prompt, as it was opened, by their reason; those that have no token are left out. A lease
     that did not become ready has read nothing."""
-    page_tokens = paths.config.page_tokens
+    page_tokens = paths.page_tokens
     if lease.left is None:
         return {Reason.NOT_READ: lease.length} if lease.length else {}
     pages = Counter(dict(zip(HITS, lease.from_tiers(), strict=True)))

@@ -3,42 +3,44 @@
 from collections.abc import Sequence
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING
 
-from kvarve.core.requests.lease import Lease
+from kvarve.core.context import Context
+from kvarve.core.copies.backups import Backups
+from kvarve.core.lease import Lease
+from kvarve.core.slots.eviction import Evictions
 from kvarve.core.tree.tree import Run, covering, downward, upward, walk
 from kvarve.pages import boundaries
 from kvarve.pages.boundaries import deepest, members, needed, ones, read_before, span
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.pages.pools import MEMORY_TIERS, Tier
 
-if TYPE_CHECKING:
-    from kvarve.core.state import State
+ON_DEVICE = (Tier.DEVICE,)  # where a ready lease pins its pages
 
 
 class Paths:
-    def __init__(self, state: "State") -> None:
-        self._state, self.config = state, state.config
-        config = state.config
-        self.slot_pools, self.backups, self.counters = state.slot_pools, state.backups, state.counters
-        self.pools = range(len(config.pools))
+    def __init__(self, context: Context, evictions: Evictions, backups: Backups) -> None:
+        self._context, self.evictions, self.backups = context, evictions, backups
+        config, self.slot_pools, self.residency = context.config, evictions.slot_pools, evictions.residency
+        self.tree = self.residency.tree
+        self.dirty = backups.dirty
+        self.pools, self.page_tokens = range(len(config.pools)), config.page_tokens
         self.lookbacks = [pool.lookback for pool in config.pools]
         self.reach = max((back for back in self.lookbacks if back is not None), default=1)
         self.grid = config.chunk_tokens // config.page_tokens
         self.width = config.page_tokens * TOKEN_BYTES
         # A boundary whose pages do not fit on the device is never served; an engine limits its own prompts.
-        slots = state.slot_pools.capacity if Tier.DEVICE in config.slots else []
+        slots = self.slot_pools.capacity if Tier.DEVICE in config.slots else []
         pages = (count for back, count in zip(self.lookbacks, slots, strict=False) if back is None or count < back)
         self.most = min(pages, default=1 << 32)
-        self._ours = state.slot_pools.memory[0] is Tier.DEVICE  # else the slots there are an engine's
-        self._host = state.slot_pools.place(Tier.HOST, 0)
+        self._ours = self.slot_pools.memory[0] is Tier.DEVICE  # else the slots there are an engine's
+        self._host = self.slot_pools.place(Tier.HOST, 0)
         self._found: tuple[bytes, bytes, int, tuple[Run, list[Run], int]] | None = None  # the last answer of `find`
 
     # --- residency
 
     def limit(self, tokens: bytes) -> int:
         """The deepest boundary that leaves at least one token to compute, and that the device could hold."""
-        return min(self.most, max(0, len(tokens) // TOKEN_BYTES - 1) // self.config.page_tokens)
+        return min(self.most, max(0, len(tokens) // TOKEN_BYTES - 1) // self.page_tokens)
 
     def find(self, root: bytes, tokens: bytes) -> tuple[Run, list[Run], int]:
         """The deepest run that a prompt reaches, the runs on its path, and how many of its pages they know.
@@ -46,12 +48,12 @@ class Paths:
         A request asks this several times in a row, so the last answer is cached until the tree changes its shape.
         """
         last = self._found
-        if last is not None and last[0] is tokens and last[1] == root and last[2] == self.slot_pools.shape:
+        if last is not None and last[0] is tokens and last[1] == root and last[2] == self.tree.shape:
             return last[3]
-        top = self.slot_pools.root(root)
+        top = self.tree.root(root)
         path, known = walk(top, tokens)
         found = path[-1] if path else top, path, known
-        self._found = tokens, root, self.slot_pools.shape, found
+        self._found = tokens, root, self.tree.shape, found
         return found
 
     def present(self, path: list[Run], known: int, outside: Sequence[int] = ()) -> tuple[list[int], list[int]]:
@@ -61,7 +63,7 @@ class Paths:
         """
         pools = len(self.pools)
         device, memory, mask = [0] * pools, [0] * pools, ones(known)
-        bad_pages, ours, host = self.slot_pools.bad_pages, self._ours, self._host
+        bad_pages, ours, host = self.residency.bad_pages, self._ours, self._host
         for pool, lookback in enumerate(self.lookbacks):
             if lookback is None and not bad_pages:
                 # By the laws a chain has no gap on the device, and all its pages are in memory.
@@ -129,12 +131,12 @@ class Paths:
             return None
         places = [self.slot_pools.place(tier, pool) for pool in self.pools]
         counts = [bits.bit_count() for bits in need]
-        taken = [self.slot_pools.reserve(*each, lease.root) for each in zip(places, counts, strict=True)]
+        taken = [self.evictions.reserve(*each, lease.root) for each in zip(places, counts, strict=True)]
         if all(len(slots) == count for slots, count in zip(taken, counts, strict=True)):
             return taken
         for pool, slots in enumerate(taken):
             available[pool] = len(slots)
-            self.slot_pools.give_back(places[pool], slots, lease.root)
+            self.residency.give_back(places[pool], slots, lease.root)
         return None
 
     def slots_for(self, lease: Lease, place: int, positions: int, end: int) -> dict[int, int]:
@@ -143,9 +145,9 @@ class Paths:
         lookback, last = self.lookbacks[place % len(self.pools)], positions
         if lookback is not None:
             last &= read_before(lease.ends | 1 << end, lookback)
-        found = dict(zip(members(last), self.slot_pools.reserve(place, last.bit_count(), lease.root), strict=False))
+        found = dict(zip(members(last), self.evictions.reserve(place, last.bit_count(), lease.root), strict=False))
         if inside := positions & ~last:
-            slots = self.slot_pools.reserve(place, inside.bit_count(), lease.root, spare=True)
+            slots = self.evictions.reserve(place, inside.bit_count(), lease.root, spare=True)
             found |= zip(members(inside), slots, strict=False)
             return dict(sorted(found.items()))
         return found
@@ -181,24 +183,23 @@ class Paths:
         """Replace a lease's pins, and their tiers. The lease refers to the deepest run in which it has pins, which
         therefore stays in the tree."""
         if both := positions | prefix_pins:
-            self.slot_pools.pin(run, positions, prefix_pins, tiers)
+            self.residency.pin(run, positions, prefix_pins, tiers)
         if lease.holds:
-            self.slot_pools.unpin(lease.run, lease.held, lease.prefix_pins, lease.tiers)
-        lease.run = covering(run, deepest(both)) if both else self.slot_pools.root(lease.root)
+            self.residency.unpin(lease.run, lease.held, lease.prefix_pins, lease.tiers)
+        lease.run = covering(run, deepest(both)) if both else self.tree.root(lease.root)
         lease.held, lease.prefix_pins, lease.tiers = positions, prefix_pins, tiers
 
     def mark_ends(self, run: Run, known: int, ends: int) -> None:
         """Note that prompts ended, or requests resumed, at these boundaries, as far as the tree knows the pages."""
         for each, share in upward(run, ends >> 1 & ones(known)):
             each.ends |= share
-        if len(self.slot_pools.chains) == len(self.pools) or not self.config.policies.snapshot_chunks:
+        if len(self.slot_pools.chains) == len(self.pools) or not self._context.config.policies.snapshot_chunks:
             return
         for each, _ in upward(run, read_before(ends, self.reach) & ones(known)):
             for pool, lookback in enumerate(self.lookbacks) if any(each.passing) else ():
                 share = 0 if lookback is None else (read_before(ends, lookback) & ones(known)) >> each.first
-                if share & each.passing[pool]:  # they are worth a copy from now on
-                    each.passing[pool] &= ~share
-                    self.backups.mark_dirty(each)
+                if self.dirty.keep(each, pool, share):
+                    self.dirty.mark_dirty(each)
 
     def near(self, boundary: int) -> int:
         """The positions that windows and states read before a boundary."""
@@ -229,8 +230,8 @@ class Paths:
         end = self._chain_end(known, given)
         if end > known:
             tail = self._lengthen(tail, known, end, lease)
-            if self._state.hot is not None:
-                self._state.hot.came(lease.root, tail, known, end)
+            for tell in self._context.tell.came:
+                tell(lease.root, tail, known, end)
         self.mark_ends(tail, end, lease.ends)
         for pool, slots in enumerate(pages):
             if not slots:
@@ -246,14 +247,14 @@ class Paths:
                 if some := passing >> run.first & new:
                     self._note_passing(run, place, some)
             if back := given[pool] & ~taken:
-                self.counters.duplicates += back.bit_count()
-                self.slot_pools.give_back(place, [slots[at] for at in members(back)], lease.root)
+                self._context.counters.duplicates += back.bit_count()
+                self.residency.give_back(place, [slots[at] for at in members(back)], lease.root)
             if stored:
                 for run, share in upward(tail, given[pool] & ones(end)):
-                    self.slot_pools.store(run, pool, share)
-        if not stored and self.backups.has_host:
+                    self.dirty.store(run, pool, share)
+        if not stored and self.dirty.has_host:
             for run, _ in upward(tail, boundaries.union(given) & ones(end)):
-                self.backups.mark_dirty(run)
+                self.dirty.mark_dirty(run)
         return tail, end
 
     def _passing(self, lease: Lease, pool: int) -> int:
@@ -269,29 +270,22 @@ class Paths:
         lookback = self.lookbacks[pool]
         assert lookback is not None
         known = read_before(run.ends << 1, lookback) | self.slot_pools.elsewhere(run, place) | run.stored[pool]
-        run.passing[pool] |= local & ~known
+        self.dirty.pass_by(run, pool, local & ~known)
 
     def _lengthen(self, tail: Run, known: int, end: int, lease: Lease) -> Run:
         """Add positions [known, end) of a prompt below the run where it left the tree."""
-        self.slot_pools.shape += 1
-        followed = self.slot_pools.ghosts.came(lease.root, lease.tokens, known, end)
-        tokens = lease.tokens[known * self.width : end * self.width]
-        named = lease.named[known * KEY_BYTES : end * KEY_BYTES]
-        heads = lease.heads and lease.heads[known * tail.head_bytes : end * tail.head_bytes]
+        followed = self.tree.ghosts.came(lease.root, lease.tokens, known, end)
         if known < tail.end:
-            tail = self.slot_pools.split(tail, known)
+            tail = self.residency.split(tail, known)
         # What goes on from a prompt's end is a run of its own: the states at that end are used less often than it.
-        ended = len(self.slot_pools.chains) < len(self.pools) and tail.pages and tail.ends >> tail.pages - 1
-        if tail.parent is not None and not tail.children and not ended:
-            tail.append(tokens, named, heads)
-            tail.followed = followed
-            self.slot_pools.lengthened(tail)
-            return tail
-        shape = len(self.pools), self.config.page_tokens, len(self.slot_pools.memory)
-        child = Run(tail, known, tokens, named, *shape)
-        tail.children[tokens[: self.width]], child.followed, child.used_s = child, followed, self._state.now
-        child.heads = heads
-        return child
+        short = len(self.slot_pools.chains) < len(self.pools)
+        ended = bool(short and tail.pages and tail.ends >> tail.pages - 1)
+        head, named = tail.head_bytes, lease.named[known * KEY_BYTES : end * KEY_BYTES]
+        pages = lease.tokens[known * self.width : end * self.width], named, lease.heads[known * head : end * head]
+        run = self.tree.lengthen(tail, pages, ended, followed)
+        if run is tail:
+            self.residency.lengthened(run)
+        return run
 
 
 def _positions(slots: dict[int, int]) -> int:

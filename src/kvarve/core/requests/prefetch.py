@@ -6,17 +6,15 @@ another request's pages have been loaded.
 """
 
 from math import inf
-from typing import TYPE_CHECKING
 
-from kvarve.core.copies.in_flight import FETCH, PROBE, Op, Part, PartOutcome, batches
-from kvarve.core.requests.lease import Cause, Lease, Phase
+from kvarve.core.context import Context
+from kvarve.core.copies.in_flight import FETCH, PROBE, Op, Part, PartOutcome, batches, note_asked, note_bad, note_come
+from kvarve.core.lease import Cause, Lease, Phase
+from kvarve.core.requests.paths import Paths
 from kvarve.core.tree.tree import NOWHERE, same_pages, upward, walk
 from kvarve.pages.boundaries import chosen, deepest, members, needed, of, ones, span
 from kvarve.pages.keys import KEY_BYTES
 from kvarve.pages.pools import Tier
-
-if TYPE_CHECKING:
-    from kvarve.core.state import State
 
 ASK_AGAIN_S = 0.05  # until storage is asked again for the last of the pages that are being written to it
 ASK_ALL_S = 1.0  # until it is asked again for all of them
@@ -27,48 +25,103 @@ EVICTION_RETRIES = 8  # how often a lease waits for evictions under write-back b
 
 
 class Prefetch:
-    def __init__(self, state: "State") -> None:
-        self.state, self.config, self.leases, self.counters = state, state.config, state.leases, state.counters
-        self.paths, self.copies, self.backups = state.paths, state.copies, state.backups
-        self.slot_pools = state.slot_pools
-        self.pools = self.paths.pools
-        self.held = [0] * len(self.pools)  # host slots by pool that waiting requests hold
+    def __init__(self, context: Context, paths: Paths, leases: dict[int, Lease]) -> None:
+        """`leases`: all that are open, by number, the oldest first."""
+        self._context, self._counters, self._paths, self._leases = context, context.counters, paths, leases
+        self._backups, self._residency = paths.backups, paths.residency
+        self._copies, self._storage, self._share = paths.backups.copies, paths.backups.storage, paths.backups.host_share
+        self._pools, self._deadline_s = paths.pools, context.config.policies.storage_deadline_s
+        self.held = [0] * len(self._pools)  # host slots by pool that waiting requests hold
         # Fetches in flight, by the beginning of their prompts, the lease that began them, and number.
         self.flying: dict[bytes, dict[int, dict[int, Op]]] = {}
         self.landing: dict[int, Lease] = {}  # by number, leases with landed pages that are not in the tree yet
         self.deferred: dict[int, Lease] = {}  # by number, leases that wait for host slots, in order
+
+    # --- waiting
+
+    def _in_memory(self, lease: Lease) -> tuple[int, list[int]]:
+        """The boundary that memory could serve a lease, and by pool the pages in memory."""
+        _, path, known = self._paths.find(lease.root, lease.tokens)
+        _, memory = self._paths.present(path, known, lease.outside)
+        return deepest(self._paths.legal(memory, lease)), memory
+
+    def queue(self, lease: Lease) -> None:
+        """A lease waits for its turn: what memory could serve now is promised to it."""
+        lease.promised, _ = self._in_memory(lease)
+
+    def begin(self, lease: Lease) -> None:
+        """A lease is opened: ask storage for what memory lacks."""
+        lease.promised, memory = self._in_memory(lease)
+        self.ask(lease, lease.promised, memory)
+
+    def look_again(self, lease: Lease) -> bool:
+        """Whether storage is asked again about a lease that waited: of what it was promised pages may have been evicted
+        meanwhile, and others may have come to storage."""
+        now = self._context.now
+        late = now >= lease.looked_s + LOOK_AGAIN_S
+        if not self._storage.attached or not lease.reads or not (late or lease.claimed):
+            return False
+        boundary, memory = self._in_memory(lease)
+        if not late and boundary >= lease.promised and not (now > lease.looked_s and self._was_stored(lease)):
+            return False
+        lease.looked_s, lease.promised = now, boundary
+        lease.asked_again = self.ask(lease, boundary, memory)
+        return lease.asked_again
+
+    def _was_stored(self, lease: Lease) -> bool:
+        """Whether a prompt's pages behind those that the tree knows were stored before they left memory."""
+        _, _, known = self._paths.find(lease.root, lease.tokens)
+        left = self._paths.tree.ghosts.of(lease.root, lease.tokens, known)
+        return any(tier is Tier.STORAGE for tier, _ in left.tiers)
+
+    def begin_load(self, lease: Lease) -> None:
+        """A lease waits for a load from now on."""
+        lease.deadline = self._context.now + self._context.config.load_deadline_s
+
+    def postpone(self, lease: Lease, seconds: float) -> None:
+        """The clock by which a lease was opened was behind by `seconds`."""
+        lease.expected_until += seconds
+        lease.deadline += seconds
+        lease.looked_s += seconds
+        lease.latest += seconds
+        lease.asked_s = None if lease.asked_s is None else lease.asked_s + seconds
+
+    def _wait(self, lease: Lease) -> None:
+        """Its patience with storage runs from now on."""
+        lease.deadline = min(self._context.now + lease.wait_s, lease.latest)
 
     # --- probing
 
     def ask(self, lease: Lease, boundary: int, memory: list[int]) -> bool:
         """Probe storage for pages beyond a boundary; False if there is no page to ask for. `memory`: by pool, which
         pages memory has, an engine's blocks included."""
-        parts = self._worth_asking(lease, boundary, self._kept(lease, memory)) if self.copies.storage else []
+        parts = self._worth_asking(lease, boundary, self._kept(lease, memory)) if self._storage.attached else []
         if parts:
-            missing = (lease.limit - boundary) * self.config.page_tokens
+            missing = (lease.limit - boundary) * self._paths.page_tokens
             lease.move(Cause.PROBE)
-            lease.looked_s = self.state.now
-            lease.asked_s = self.state.now if lease.asked_s is None else lease.asked_s
+            lease.looked_s = self._context.now
+            lease.asked_s = self._context.now if lease.asked_s is None else lease.asked_s
             lease.begun, lease.wait_s = False, lease.patience.seconds(missing)
             # A request without patience does not wait for a worker either.
-            queue_s = inf if lease.patience.each else self.config.policies.storage_deadline_s if lease.wait_s else 0.0
-            lease.latest = self.state.now + lease.wait_s + queue_s
-            lease.wait_from(self.state.now)
-            lease.probed, lease.awaited, lease.joined = ([0] * len(self.pools) for _ in range(3))
-            lease.told, lease.ask_all = 0, self.state.now + ASK_ALL_S
-            _, path, known = self.paths.find(lease.root, lease.tokens)
-            lease.named = lease.named or b"".join([run.keys for run in path])[: known * KEY_BYTES]
-            self.copies.send(Op(PROBE, parts, lease, wait_s=lease.latest - self.state.now))
+            queue_s = inf if lease.patience.each else self._deadline_s if lease.wait_s else 0.0
+            lease.latest = self._context.now + lease.wait_s + queue_s
+            self._wait(lease)
+            lease.probed, lease.awaited, lease.joined = ([0] * len(self._pools) for _ in range(3))
+            lease.told, lease.ask_all = 0, self._context.now + ASK_ALL_S
+            _, path, known = self._paths.find(lease.root, lease.tokens)
+            if not lease.named:
+                lease.name(b"".join([run.keys for run in path])[: known * KEY_BYTES])
+            self._copies.send(Op(PROBE, parts, lease, wait_s=lease.latest - self._context.now))
         return bool(parts)
 
     def _worth_asking(self, lease: Lease, boundary: int, memory: list[int]) -> list[Part]:
         """The pages that memory lacks and that could make a boundary deeper than this one legal."""
-        grid = self.paths.grid
+        grid = self._paths.grid
         deepest_line = lease.limit // grid * grid
-        if (deepest_line - boundary) * self.config.page_tokens < max(1, self.config.policies.fetch_at_least):
+        if (deepest_line - boundary) * self._paths.page_tokens < max(1, self._context.config.policies.fetch_at_least):
             return []
         parts = list[Part]()
-        for pool, lookback in enumerate(self.paths.lookbacks):
+        for pool, lookback in enumerate(self._paths.lookbacks):
             first = boundary // grid * grid + grid
             if lookback is None:
                 want = ones(deepest_line)
@@ -87,39 +140,39 @@ class Prefetch:
         chains that only an engine has are fetched too."""
         if not any(lease.outside):
             return memory
-        _, path, known = self.paths.find(lease.root, lease.tokens)
-        _, ours = self.paths.present(path, known)
+        _, path, known = self._paths.find(lease.root, lease.tokens)
+        _, ours = self._paths.present(path, known)
         return [
             here if lookback is None else all_
-            for lookback, here, all_ in zip(self.paths.lookbacks, ours, memory, strict=True)
+            for lookback, here, all_ in zip(self._paths.lookbacks, ours, memory, strict=True)
         ]
 
     def began(self, lease: Lease) -> None:
         """A worker has begun a copy or probe that a lease waits for."""
         if not lease.begun or lease.patience.each:
             lease.begun = True
-            lease.wait_from(self.state.now)
+            self._wait(lease)
 
     def moved(self) -> None:
         """Copies from storage make progress: restart the patience of leases that still wait behind others."""
-        for lease in self.leases.values():
+        for lease in self._leases.values():
             if lease.phase in (Phase.PROBING, Phase.FETCHING) and not lease.begun:
-                lease.wait_from(self.state.now)
+                self._wait(lease)
 
     def _waits_again(self, lease: Lease) -> None:
         """A lease's next copy has not begun: stop its patience, and keep what is left of it."""
         if lease.begun and not lease.patience.each:
-            lease.wait_s = max(0.0, lease.deadline - self.state.now)
+            lease.wait_s = max(0.0, lease.deadline - self._context.now)
         lease.begun = False
 
     def answered(self, lease: Lease, outcomes: list[PartOutcome]) -> bool:
         """Storage has answered a probe. False if pages are still being written, so that it is asked again."""
-        lease.looked_s = now = self.state.now
+        lease.looked_s = now = self._context.now
         if not lease.soon_until and any(soon for _, _, soon in outcomes):
             lease.soon_until = now + SOON_S
         for outcome in outcomes:
             (pool, asked, *_), good, soon = outcome
-            expected = needed(lease.expected, self.paths.lookbacks[pool]) if now < lease.expected_until else 0
+            expected = needed(lease.expected, self._paths.lookbacks[pool]) if now < lease.expected_until else 0
             waits = outcome.lost & (expected | (soon if now < lease.soon_until else 0))
             lease.awaited[pool] = lease.awaited[pool] & ~asked | waits
             lease.probed[pool] |= good
@@ -134,19 +187,18 @@ class Prefetch:
 
     def _lost(self, lease: Lease, pool: int, positions: int) -> None:
         """Storage lacks these pages of a lease: those that the tree takes for stored are dirty again."""
-        top = self.slot_pools.roots.get(lease.root)
+        top = self._paths.tree.roots.get(lease.root)
         path, known = walk(top, lease.tokens) if top and positions else ([], 0)
         for run, local in reversed(upward(path[-1], positions & ones(known)) if path else []):
-            run.stored[pool] &= ~local
-            self.backups.mark_dirty(run)
-        if self.slot_pools.residency is not None:  # also of pages that only storage had
+            self._paths.dirty.lose(run, pool, local)
+        for tell in self._context.tell.lacks:  # also of pages that only storage had
             for position in members(positions):
-                self.slot_pools.residency.lacks(pool, lease.key(position))
+                tell(pool, lease.key(position))
 
     def ask_again(self, lease: Lease) -> None:
         """Probe storage for pages that were being written to it, if it is time: for the last one of each pool, and for
         all of them now and then, or once those have come or no more are expected."""
-        now = self.state.now
+        now = self._context.now
         if lease.phase is not Phase.PROBING or lease.ops or now < lease.ask_again:
             return
         all_of_them = now >= min(lease.ask_all, max(lease.expected_until, lease.soon_until))
@@ -156,7 +208,7 @@ class Prefetch:
         lease.move(Cause.PROBE)
         awaited = lease.awaited if all_of_them else [span(max(0, n - 1), n) for n in map(int.bit_length, lease.awaited)]
         parts = [_asked(pool, positions) for pool, positions in enumerate(awaited) if positions]
-        self.copies.send(Op(PROBE, parts, lease, wait_s=max(0.0, lease.latest - now)))
+        self._copies.send(Op(PROBE, parts, lease, wait_s=max(0.0, lease.latest - now)))
 
     # --- fetching
 
@@ -176,27 +228,27 @@ class Prefetch:
         for other in [*self.landing.values()]:
             if self._beginning(other.root, other.tokens) == beginning:
                 self.land(other)  # what has come for it may be what this one lacks
-        allowed, available = -1, [len(lease.tokens)] * len(self.pools)
-        while self.copies.storage:
+        allowed, available = -1, [len(lease.tokens)] * len(self._pools)
+        while self._storage.attached:
             # Anew each time: evicting for it may have cost a page of it.
-            run, path, known = self.paths.find(lease.root, lease.tokens)
-            device, memory = self.paths.present(path, known, lease.outside)
+            run, path, known = self._paths.find(lease.root, lease.tokens)
+            device, memory = self._paths.present(path, known, lease.outside)
             kept = self._kept(lease, memory)
             both = [here | far for here, far in zip(kept, lease.probed, strict=True)]
-            boundary = deepest(self.paths.legal(both, lease) & allowed)
-            gain = boundary - deepest(self.paths.legal(memory, lease))
-            if gain * self.config.page_tokens < max(1, self.config.policies.fetch_at_least):
+            boundary = deepest(self._paths.legal(both, lease) & allowed)
+            gain = boundary - deepest(self._paths.legal(memory, lease))
+            if gain * self._paths.page_tokens < max(1, self._context.config.policies.fetch_at_least):
                 break
-            need = [needed(boundary, back) & ~here for back, here in zip(self.paths.lookbacks, kept, strict=True)]
-            positions, prefix_pins = self.paths.pins_for(boundary, device)
-            guard = positions & ones(known), (prefix_pins | self.paths.ahead(memory)) & ones(known)
+            need = [needed(boundary, back) & ~here for back, here in zip(self._paths.lookbacks, kept, strict=True)]
+            positions, prefix_pins = self._paths.pins_for(boundary, device)
+            guard = positions & ones(known), (prefix_pins | self._paths.ahead(memory)) & ones(known)
             if self._join(lease, need):
                 if lease.claimed:
-                    self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)
+                    self._paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)
                 lease.promised = boundary
                 return True
             pages = [bits.bit_count() for bits in need]
-            fits = self.backups.host_share.fits(pages, lease.lent)
+            fits = self._share.fits(pages, lease.lent)
             if fits and lease.claimed:
                 self._take_share(pages)
             if fits and not self._room_in_share(pages):
@@ -206,15 +258,15 @@ class Prefetch:
                 fits = False  # two claimed leases would wait for each other's slots
             if fits:
                 # Its pages in memory must not be evicted for the others.
-                self.slot_pools.pin(run, *guard)
-                taken = self.paths.reserve(lease, Tier.HOST, need, available)
+                self._residency.pin(run, *guard)
+                taken = self._paths.reserve(lease, Tier.HOST, need, available)
                 if taken is not None:
                     if lease.claimed:
-                        self.paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)
+                        self._paths.hold(lease, run, guard[0] | lease.held, guard[1] | lease.prefix_pins)
                     self._send(lease, need, taken, boundary)
-                self.slot_pools.unpin(run, *guard)
+                self._residency.unpin(run, *guard)
                 if taken is not None:
-                    self.counters.fetching_tokens += gain * self.config.page_tokens
+                    self._counters.fetching_tokens += gain * self._paths.page_tokens
                     return True
                 if self.put_off(lease):
                     self._note_deferred(lease, gain)
@@ -223,18 +275,20 @@ class Prefetch:
         return False
 
     def _join(self, lease: Lease, need: list[int]) -> bool:
-        """Wait for the pages, of those that a lease needs, that other leases' fetches bring; False if there are none.
+        """Wait for the pages, of those that a lease needs, that other leases' fetches bring; False if there are none. A
+        fetch is not worth it that has run for longer than the lease waits for its own.
 
         If such a fetch fails the lease tries once itself, or with others that do.
         """
-        coming, joined = [0] * len(self.pools), dict[int, Op]()
+        coming, joined = [0] * len(self._pools), dict[int, Op]()
         for ops in self.flying.get(self._beginning(lease.root, lease.tokens), {}).values():
             tokens = next(iter(ops.values())).tokens
-            most = min(len(tokens), len(lease.tokens)) // self.paths.width
-            same = ones(same_pages(tokens, lease.tokens, 0, most, self.paths.width))
+            most = min(len(tokens), len(lease.tokens)) // self._paths.width
+            same = ones(same_pages(tokens, lease.tokens, 0, most, self._paths.width))
             wanted = [bits & same for bits in need]
             for number, op in ops.items() if any(wanted) else ():
-                if any(part.positions & wanted[part.pool] for part in op.parts) and self._soon(lease, op):
+                soon = self._context.now < op.begun_s + (lease.patience.base_s or self._deadline_s)
+                if soon and any(part.positions & wanted[part.pool] for part in op.parts):
                     joined[number] = op
                     for part in op.parts:
                         coming[part.pool] |= part.positions & wanted[part.pool]
@@ -242,44 +296,38 @@ class Prefetch:
             return False
         self._waits_again(lease)
         lease.move(Cause.FETCH)
-        for number, op in joined.items():
-            if lease is not op.lease and lease not in op.joined:
-                op.joined.append(lease)
-            lease.ops.add(number)
+        for number in joined:
+            self._copies.join(lease, number)
         if lease.claimed:
-            self.copies.hurry(lease)
+            self._copies.hurry(lease)
         if any(op.begun_s < inf for op in joined.values()):
             self.began(lease)
         lease.probed = [has & ~(bits & old) for has, bits, old in zip(lease.probed, coming, lease.joined, strict=True)]
         lease.joined = [old | bits for old, bits in zip(lease.joined, coming, strict=True)]
-        lease.asked = [asked | bits for asked, bits in zip(lease.asked, coming, strict=True)]
+        note_asked(lease, coming)
         return True
-
-    def _soon(self, lease: Lease, op: Op) -> bool:
-        """Whether a fetch is worth waiting for: it has not run for longer than a lease waits for its own."""
-        return self.state.now < op.begun_s + (lease.patience.base_s or self.config.policies.storage_deadline_s)
 
     def _note_deferred(self, lease: Lease, gain: int) -> None:
         """A lease waits for host slots before it fetches what moves its boundary by `gain` pages."""
         if lease.number not in self.deferred:
-            self.counters.deferred_tokens += gain * self.config.page_tokens
+            self._counters.deferred_tokens += gain * self._paths.page_tokens
 
     def _room_in_share(self, pages: list[int]) -> bool:
-        return self.backups.host_share.fits(pages, self.held, self.backups.storing)
+        return self._share.fits(pages, self.held, self._backups.storing)
 
     def _take_share(self, pages: list[int]) -> None:
         """Take share for a claimed lease from leases that still wait: their landed pages stay, but unpinned."""
-        for other in reversed(self.leases.values()):
+        for other in reversed(self._leases.values()):
             if self._room_in_share(pages):
                 return
             if not other.claimed and not other.ops and any(other.lent):
                 self._give_share_back(other)
-                self.paths.hold(other, other.run, 0, 0)
+                self._paths.hold(other, other.run, 0, 0)
 
     def put_off(self, lease: Lease) -> bool:
         """Whether a lease that found no slots should try again in the next step, since evictions are under way."""
         lease.retries += 1
-        return self.backups.leaving() and lease.retries <= EVICTION_RETRIES
+        return self._backups.leaving() and lease.retries <= EVICTION_RETRIES
 
     def _send(self, lease: Lease, need: list[int], taken: list[list[int]], boundary: int) -> None:
         self._waits_again(lease)
@@ -289,13 +337,13 @@ class Prefetch:
         for pool, slots in enumerate(taken):
             self.held[pool] += len(slots)
             lease.probed[pool] &= ~need[pool]  # a page whose fetch fails is not fetched again
-        lease.asked = [asked | bits for asked, bits in zip(lease.asked, need, strict=True)]
+        note_asked(lease, need)
         # Shallow pages first: if patience runs out, the pages that have arrived are a prefix.
         ops = self.flying.setdefault(self._beginning(lease.root, lease.tokens), {}).setdefault(lease.number, {})
-        for batch in batches(parts, self.config.batch_pages):
-            op = Op(FETCH, batch, lease, tokens=lease.tokens, wait_s=lease.latest - self.state.now)
-            self.copies.send(op)
-            ops[self.copies.sent] = op
+        for batch in batches(parts, self._context.config.batch_pages):
+            op = Op(FETCH, batch, lease, tokens=lease.tokens, wait_s=lease.latest - self._context.now)
+            self._copies.send(op)
+            ops[self._copies.sent] = op
 
     def _forget_flying(self, op: Op, number: int) -> None:
         assert op.lease is not None
@@ -309,7 +357,7 @@ class Prefetch:
 
     def _beginning(self, root: bytes, tokens: bytes) -> bytes:
         """What prompts that share pages have in common: the root key and the first page."""
-        return root + tokens[: self.paths.width]
+        return root + tokens[: self._paths.width]
 
     def next_in_line(self) -> list[Lease]:
         """The lease that may try again for slots now: the first claimed one, else the first of all."""
@@ -329,16 +377,17 @@ class Prefetch:
         kept if they fit into the tree."""
         assert op.lease is not None
         self._forget_flying(op, number)
-        late: list[dict[int, int]] = [{} for _ in self.pools]
+        late: list[dict[int, int]] = [{} for _ in self._pools]
         for outcome in outcomes:
             (pool, positions, _, targets), good, bad = outcome
-            self.counters.fetched += good.bit_count()
-            self.counters.bad_storage += bad.bit_count()
-            self.counters.failed += outcome.failed.bit_count()
+            self._counters.fetched += good.bit_count()
+            self._counters.bad_storage += bad.bit_count()
+            self._counters.failed += outcome.failed.bit_count()
             taken = 0
             for lease in reversed(waiting):
                 mine = positions if lease is op.lease else positions & lease.joined[pool]
-                lease.bad[pool] |= bad & mine
+                if bad & mine:
+                    note_bad(lease, pool, bad & mine)
                 lease.fetched[pool] |= good & mine
                 taken = good & mine  # in the end by the first
             if taken:
@@ -352,56 +401,62 @@ class Prefetch:
                 late[pool] = dict(zip(members(kept), chosen(targets, positions, kept), strict=True))
             left &= ~kept
             if left:
-                place = self.slot_pools.place(Tier.HOST, pool)
-                self.slot_pools.give_back(place, chosen(targets, positions, left), op.lease.root)
+                place = self._paths.slot_pools.place(Tier.HOST, pool)
+                self._residency.give_back(place, chosen(targets, positions, left), op.lease.root)
         if waiting and (len(waiting) > 1 or not waiting[0].ops or any(late)):
             self.land(waiting[0])
         if any(late):
-            self.counters.late += sum(map(len, late))
-            self.paths.insert(op.lease, Tier.HOST, late, stored=not op.void)
-            self.slot_pools.forget(op.lease.root)
+            self._counters.late += sum(map(len, late))
+            self._paths.insert(op.lease, Tier.HOST, late, stored=not op.void)
+            self._paths.tree.forget(op.lease.root)
 
     def land(self, lease: Lease) -> None:
         """Give the landed pages to the tree, as deep as they reach; the lease pins them until they are loaded. Those
         behind a gap stay its own while it waits for more."""
         if self.landing.pop(lease.number, None) is None:
             return
-        landed, lease.landed = lease.landed, [{} for _ in self.pools]
+        landed, lease.landed = lease.landed, [{} for _ in self._pools]
         if lease.ops:
-            end = self.paths.chain_end(lease, landed)
+            end = self._paths.chain_end(lease, landed)
             lease.landed = [{at: slot for at, slot in slots.items() if at >= end} for slots in landed]
             landed = [{at: slot for at, slot in slots.items() if at < end} for slots in landed]
             if any(lease.landed):
                 self.landing[lease.number] = lease
             if not any(landed):
                 return
-        tail, end = self.paths.insert(lease, Tier.HOST, landed, stored=True)
+        tail, end = self._paths.insert(lease, Tier.HOST, landed, stored=True)
         held, prefix_pins = lease.held, lease.prefix_pins
-        for lookback, slots in zip(self.paths.lookbacks, landed, strict=True):
+        for lookback, slots in zip(self._paths.lookbacks, landed, strict=True):
             kept = [position for position in slots if position < end]
             if lookback is None:
                 prefix_pins |= of([max(kept)] if kept else [])
             else:
                 held |= of(kept)
-        self.paths.hold(lease, tail, held, prefix_pins)
+        self._paths.hold(lease, tail, held, prefix_pins)
 
-    def note_come(self, lease: Lease) -> None:
+    def end(self, lease: Lease) -> None:
         """A lease waits for storage no longer: of what was fetched for it, that is late which is not in the tree."""
+        if lease.asked_s is not None:
+            for tell in self._context.tell.waited:
+                tell(self._context.now - lease.asked_s)
+            lease.asked_s = None
+        if lease.phase is not Phase.QUEUED:
+            lease.move(Cause.DONE)
         if any(lease.fetched):
-            _, _, known = self.paths.find(lease.root, lease.tokens)
-            lease.asked = [
-                asked & ~(came & ones(known)) for asked, came in zip(lease.asked, lease.fetched, strict=True)
-            ]
+            known = ones(self._paths.find(lease.root, lease.tokens)[2])
+            note_come(lease, [came & known for came in lease.fetched])
+        lease.ask_again = inf
+        self.deferred.pop(lease.number, None)
 
     def release(self, lease: Lease) -> None:
-        """A lease stops waiting for storage and gives back its share of the host."""
+        """A lease gives back its share of the host, as it needs storage no longer."""
         self.deferred.pop(lease.number, None)
         self._give_share_back(lease)
 
     def _give_share_back(self, lease: Lease) -> None:
         if any(lease.lent):
             self.held = [held - lent for held, lent in zip(self.held, lease.lent, strict=True)]
-            lease.lent = [0] * len(self.pools)
+            lease.lent = [0] * len(self._pools)
 
 
 def _asked(pool: int, positions: int) -> Part:

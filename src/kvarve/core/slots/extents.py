@@ -54,10 +54,6 @@ class Extents:
         self._taken = [0] * cut.count  # of its slots, how many are not free
         self._empty: list[set[int]] = [set() for _ in cut.per]  # extents of each pool whose slots are all free
 
-    def slots(self, pool: int, extent: int) -> range:
-        per = self.cut.per[pool]
-        return range(extent * per, (extent + 1) * per)
-
     def in_use(self, extent: int) -> int:
         """How many of its slots are not free."""
         return self._taken[extent]
@@ -83,7 +79,7 @@ class Extents:
         self.owned[pool] += 1
         _undo(self._left, self._joined, (pool, extent))
         self._empty[pool].add(extent)
-        return self.slots(pool, extent)
+        return range(extent * self.cut.per[pool], (extent + 1) * self.cut.per[pool])
 
     def take(self, pool: int, slots: Iterable[int]) -> None:
         """Slots are in use."""

@@ -218,13 +218,21 @@ class Run:
         assert slot != NOWHERE, "no such page here"
         return slot
 
-    def append(self, tokens: bytes, named: bytes, heads: bytes = b"") -> None:
+    def append(self, tokens: bytes, named: bytes, heads: bytes = b"", followed: bool = False) -> None:
         """Lengthen the run; it must be a leaf, since children rest on its last position."""
         assert not self.children
         if len(self.named) == self.pages * KEY_BYTES:
             self.named += named
         self.tokens += tokens
         self.heads += heads
+        self.followed = followed
+
+    def add_child(self, tokens: bytes, named: bytes, heads: bytes, followed: bool) -> "Run":
+        """A new run that goes on from this one's end."""
+        pools, tiers = len(self.stored), len(self.pins)
+        child = Run(self, self.end, tokens, named, pools, self.width // TOKEN_BYTES, tiers)
+        self.children[tokens[: self.width]], child.heads, child.followed = child, heads, followed
+        return child
 
     def trim(self, end: int) -> None:
         """Drop the positions from `end` on, which have no pages, pins or children."""
@@ -255,25 +263,14 @@ class Run:
         front.width = self.width
         front.heads, self.heads = self.heads[: cut * self.head_bytes], self.heads[cut * self.head_bytes :]
         front.traced, self.traced = self.traced[:cut] or UNTRACED, self.traced[cut:] or UNTRACED
-        front.used, front.uses, front.failed_backups, front.priority = (
-            self.used,
-            self.uses,
-            self.failed_backups,
-            self.priority,
-        )
-        front.wanted, front.used_s, front.came_s = self.wanted, self.used_s, self.came_s.copy()
-        front.followed = True
-        front.inside = self.inside
+        for name in ("used", "used_s", "uses", "priority", "failed_backups", "wanted", "inside"):
+            setattr(front, name, getattr(self, name))
+        front.came_s, front.followed = self.came_s.copy(), True
         front.ends, self.ends = self.ends & low, self.ends >> cut
-        front.here, self.here = [bits & low for bits in self.here], [bits >> cut for bits in self.here]
-        front.bad, self.bad = [bits & low for bits in self.bad], [bits >> cut for bits in self.bad]
-        front.coming, self.coming = [bits & low for bits in self.coming], [bits >> cut for bits in self.coming]
-        front.passing, self.passing = [bits & low for bits in self.passing], [bits >> cut for bits in self.passing]
-        front.stored, self.stored = [bits & low for bits in self.stored], [bits >> cut for bits in self.stored]
-        front.backed_up_since_use, self.backed_up_since_use = (
-            [bits & low for bits in self.backed_up_since_use],
-            [bits >> cut for bits in self.backed_up_since_use],
-        )
+        for name in ("here", "bad", "coming", "passing", "stored", "backed_up_since_use"):
+            both = getattr(self, name)
+            setattr(front, name, [bits & low for bits in both])
+            setattr(self, name, [bits >> cut for bits in both])
         front.slots = [table and table[:cut] for table in self.slots]
         self.slots = [table and table[cut:] for table in self.slots]
         for run in (front, self):

@@ -3,8 +3,8 @@
 import torch
 
 from kvarve.cache.scheduler import Prompt
+from kvarve.core.lease import Lease
 from kvarve.core.observe.reasons import HITS, Reason
-from kvarve.core.requests.lease import Lease
 from kvarve.reference.engine.model import Detokenizer, LoadedModel
 from kvarve.reference.engine.paging import PagedWorkspace
 from kvarve.reference.engine.request_scheduler import Task

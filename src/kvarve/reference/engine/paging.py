@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvarve.cache.prefix_cache import PrefixCache
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
 from kvarve.errors import Broken
 from kvarve.pages import boundaries
 from kvarve.pages.pools import BufferSpec, PoolSpec
@@ -39,14 +39,14 @@ def resumed(
         if positions:
             workspace.load(pool, positions, cache.worker.arena(pool), slots)
     workspace.resume(lease.boundary)
-    cache.scheduler.core.resumed(lease)
+    cache.scheduler.core.growth.resumed(lease)
     return workspace
 
 
 def room_comes(cache: PrefixCache, lease: Lease, layout: StateLayout, tokens: int) -> bool:
     """Whether evictions in flight will free slots for the pages up to a line of the grid at `tokens`."""
-    upto = min(tokens // layout.page_tokens, cache.scheduler.core.keepable(lease))
-    return tokens % layout.grid_tokens == 0 and upto > lease.grown and cache.scheduler.core.short(lease, upto)
+    upto = min(tokens // layout.page_tokens, lease.pages)
+    return tokens % layout.grid_tokens == 0 and upto > lease.grown and cache.scheduler.core.growth.short(lease, upto)
 
 
 def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
@@ -60,7 +60,7 @@ def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> Non
 def keep(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:
     """Publish the computed pages, if they end at a line of the grid."""
     layout = workspace.layout
-    upto = min(workspace.tokens // layout.page_tokens, cache.scheduler.core.keepable(lease))
+    upto = min(workspace.tokens // layout.page_tokens, lease.pages)
     if workspace.tokens % layout.grid_tokens or upto <= lease.grown:
         return
     for pool, fresh in cache.grow(lease, upto).items():
@@ -182,7 +182,7 @@ class PagedWorkspace(Workspace):
             elif positions:
                 workspace._loaded[pool] = boundaries.ones(lease.boundary)
         workspace.resume(lease.boundary)
-        workspace._on_arrival = lambda: cache.scheduler.core.resumed(lease)
+        workspace._on_arrival = lambda: cache.scheduler.core.growth.resumed(lease)
         if not workspace._arrivals:
             workspace.arrived()
         return workspace
@@ -231,7 +231,7 @@ class PagedWorkspace(Workspace):
         for number, pool in enumerate(self.layout.pools):
             if table := self.tables.get(pool.name):
                 foreign = lease.seen[number] & ~boundaries.ones(lease.boundary)
-                table.put(start, cache.scheduler.core.block_table(lease, number, start), foreign)
+                table.put(start, cache.scheduler.core.growth.block_table(lease, number, start), foreign)
         self._expect(cache.worker.transfers.arrivals())  # other requests' pages may be among these
 
     def keep(self, cache: PrefixCache, lease: Lease) -> None:

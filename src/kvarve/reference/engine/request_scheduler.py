@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from kvarve.core.lease import Lease, Phase
 from kvarve.core.observe.headroom import Demand
-from kvarve.core.requests.lease import Lease, Phase
 from kvarve.pages.keys import TOKEN_BYTES
 from kvarve.reference.engine.admission import OVERTAKEN, Running, Waiting, begins, youngest
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken
 from kvarve.cache.scheduler import Prompt
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
 from kvarve.errors import Broken
 from kvarve.pages.ticket import Ticket
 from kvarve.reference.engine.batch import Batch, Together, by_length, spare_tokens, together

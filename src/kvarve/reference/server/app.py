@@ -312,7 +312,7 @@ class _Front:
             reasons=dict(counts.reasons),
             histograms={name: value for name, value in kept if isinstance(value, Histogram)},
             cache=cache.stats(),
-            ages=cache.scheduler.core.slot_pools.ages,
+            ages=cache.scheduler.core.ages,
             flows=cache.worker.flows(),
             storage=storage,
             storage_up=cache.up if attached is not None else None,

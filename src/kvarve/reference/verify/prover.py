@@ -10,8 +10,8 @@ from kvarve.cache.config import CacheConfig, room_for, spacing
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cache.scheduler import Prompt
 from kvarve.cache.worker import check
+from kvarve.core.lease import Lease
 from kvarve.core.policies import Policies
-from kvarve.core.requests.lease import Lease
 from kvarve.core.slots.extents import Cut
 from kvarve.memory.machine import on_host
 from kvarve.pages.keys import KEY_BYTES, object_name

@@ -1,0 +1,207 @@
+"""Slots for those who need them: free ones, and those of pages that are evicted for them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from math import ceil
+
+from kvarve.core.context import Context
+from kvarve.core.policies import WritePolicy
+from kvarve.core.slots.extents import Extents
+from kvarve.core.slots.residency import Residency
+from kvarve.core.slots.shares import SaltShares
+from kvarve.core.tree.tree import Run, root_of
+from kvarve.pages.boundaries import members, of, ones, span
+
+ROOM = 4  # of which a part is unused: there is room for what nobody is known to need
+
+
+class Evictions:
+    # Pages of a run and a place are about to leave memory: copy down what is to be copied first, and of the stuck ones,
+    # on which pages that stay rest. Returns those that must not leave yet; None if nothing was done. `Backups` sets it.
+    rescue: Callable[[Run, int, int, int], int | None]
+    moving: Callable[[], Iterator[tuple[Run, int, int]]]  # runs, places and counts of pages that leave once copied down
+
+    def __init__(self, context: Context, residency: Residency) -> None:
+        self._context, self.residency = context, residency
+        self.slot_pools, self.candidates = residency.slot_pools, residency.candidates
+        self._shares = self.candidates.salt_shares
+        self._pools, self._places = len(self.slot_pools.pools), len(self.slot_pools.capacity)
+        self._short = [pool for pool in range(self._pools) if not self.slot_pools.is_chain(pool)]
+
+    def reserve(self, place: int, wanted: int, root: bytes, spare: bool = False) -> list[int]:
+        """Up to `wanted` free slots for prompts under a root key, evicting unpinned pages for them, or for `spare` ones
+        only such; the caller owns them."""
+        self.make_way(place, wanted, root)
+        if (lacks := wanted - len(self.slot_pools.free[place])) > 0:
+            self.make_room(place, lacks, spare)
+        slots = self.slot_pools.take(place, wanted)
+        if slots and self._shares is not None:
+            self.candidates.charge(root, place, len(slots))
+        return slots
+
+    def straighten(self, place: int, wanted: int, root: bytes, after: int) -> None:
+        """Have `reserve` return consecutive slots next, behind the slot `after` if it can."""
+        self.make_way(place, wanted, root)
+        if (lacks := wanted - len(self.slot_pools.free[place])) > 0:
+            self.make_room(place, lacks)
+        self.slot_pools.straighten(place, wanted, after)
+
+    def has_room(self, root: bytes) -> bool:
+        """Whether the device has room for windows and states that nobody is known to need, for prompts under a root
+        key: a quarter of what each of their pools could have, and of the salt's share."""
+        pools, short = self.slot_pools, self._short
+        roomy = all(pools.unused(pool) * ROOM >= pools.capacity[pool] for pool in short)
+        return bool(short) and roomy and (self._shares is None or self._shares.has_room(root, short, ROOM))
+
+    def make_room(self, place: int, wanted: int, spare: bool = False) -> int:
+        """Have up to `wanted` more free slots; where pools share a tier, of pages of all pools that are worth least.
+        `spare`: evict only spare pages. Returns how many came free at once; others come when copies have ended."""
+        number, pool = divmod(place, self._pools)
+        extents = self.slot_pools.extents[number]
+        if extents is None:
+            return (self._evict_spares if spare else self.evict)(place, wanted)
+        per, waits = extents.cut.per, self._context.config.policies.write is WritePolicy.WRITE_BACK
+        free, evicted = self.slot_pools.free, self.residency.evicted
+        # `moving`: slots that come free when copies have ended, or their share of an extent that does.
+        enough, moving, stay = len(free[place]) + wanted, 0.0, list[tuple[Run, int]]()
+        while len(free[place]) + moving < enough:
+            if self.slot_pools.grow(place):
+                continue
+            givers = self._givers(extents, number, pool)
+            found = self.candidates.next_victim(self.candidates.orders, 0, givers, spare=spare)
+            if found is None:
+                break
+            run, order = found
+            theirs = order % self._places
+            before = evicted[theirs]
+            # Of another pool one at a time, as with a chain's page its position leaves, and perhaps an extent is empty;
+            # but together where they wait for copies.
+            worth = per[pool] / per[theirs % self._pools]
+            most = ceil((enough - len(free[place]) - moving) / worth) if theirs == place or waits else 1
+            went = self.trim(run, theirs, most, self.candidates.among(run, order))
+            if not went:
+                stay.append(found)
+                continue
+            moving += max(0, went - (evicted[theirs] - before)) * worth
+            self.candidates.offer_again(run, order)
+        for run, order in stay:
+            self.candidates.offer_again(run, order)
+        return wanted - max(0, enough - len(free[place]))
+
+    def _givers(self, extents: Extents, number: int, pool: int) -> Sequence[int]:
+        """The places whose pages may go for a pool. Those of another pool if that may give an extent to this one."""
+        first, grows = number * self._pools, extents.may_grow(pool)
+        return [first + each for each in range(self._pools) if each == pool or (grows and extents.may_shrink(each))]
+
+    def evict(self, place: int, wanted: int) -> int:
+        """Free up to `wanted` slots, coldest run first; returns how many came free at once.
+
+        Slots of pages that are copied down first come free only when the copy has ended.
+        """
+        before, handled = len(self.slot_pools.free[place]), self._evict_spares(place, wanted)
+        self._evict(place, wanted - handled, place)
+        return len(self.slot_pools.free[place]) - before
+
+    def _evict_spares(self, place: int, wanted: int) -> int:
+        """Evict up to `wanted` spare pages; returns how many go."""
+        spares = self._places + place
+        return self._evict(place, wanted, spares) if spares in self.candidates.orders else 0
+
+    def _evict(self, place: int, wanted: int, order: int) -> int:
+        """Evict up to `wanted` pages of the runs in one order; returns how many go."""
+        handled, stay = 0, list[Run]()
+        while handled < wanted and (found := self.candidates.pop(order)) is not None:
+            run, droppable = found
+            went = self.trim(run, place, wanted - handled, droppable)
+            handled += went
+            if went:
+                self.candidates.offer_again(run, order)
+            else:
+                stay.append(run)
+        for run in stay:
+            self.candidates.offer_again(run, order)
+        return handled
+
+    def trim(self, run: Run, place: int, wanted: int, droppable: int) -> int:
+        """Drop, or start to copy down, up to `wanted` of the droppable pages of a run; returns how many."""
+        slot_pools, chain = self.slot_pools, self.slot_pools.is_chain(place)
+        # A chain loses its last page first; windows and states the earliest, since prompts grow at the end.
+        if chain:
+            take = droppable & ~ones(max(0, droppable.bit_length() - wanted))
+        elif droppable.bit_count() <= wanted:
+            take = droppable
+        else:
+            take = of(islice(members(droppable), wanted))
+        lost = take & ~slot_pools.elsewhere(run, place)  # in no memory tier after this
+        stuck = self._stuck(run, place, lost) if chain and lost else 0
+        moving = 0
+        if lost and (copied := self.rescue(run, place, lost, stuck)) is not None:
+            moving = copied
+            # Evicting for the copies' targets may have dropped other pages, also of this run.
+            take &= self.candidates.droppable(run, place) | moving
+        safe = slot_pools.elsewhere(run, place)
+        leaving = take & ~moving & ~stuck & (lost | safe)
+        if chain:
+            leaving &= span((take & ~leaving).bit_length(), run.pages)
+        if leaving:
+            if gone := leaving & ~safe & ~run.bad[place]:
+                self.residency.dropped(run, place % self._pools, gone)
+            self.residency.leave_all(run, place, leaving)
+            self.residency.prune_after(run, place)
+        return leaving.bit_count() + moving.bit_count()
+
+    def _stuck(self, run: Run, place: int, lost: int) -> int:
+        """Of pages that are about to leave memory, those on which pages of another tier rest: a page that only the host
+        has may rest on one that only the device has, whose backup failed."""
+        stuck = 0
+        for other in self.slot_pools.others[place]:
+            stuck |= lost if run.kids[other] else lost & ones(run.here[other].bit_length())
+        return stuck
+
+    def make_way(self, place: int, wanted: int, root: bytes) -> None:
+        """Slots are about to be reserved for prompts under a root key; beyond its share its own pages leave first."""
+        if (shares := self._shares) is not None and wanted:
+            self._cut(shares, root, shares.budget[place], wanted * shares.page_bytes[place])
+
+    def cut_back(self) -> None:
+        """The salts that have more than their share lose their own coldest pages."""
+        if (shares := self._shares) is not None:
+            over, shares.over = shares.over, {}
+            for salt in over:
+                for budget in range(len(shares.most)):
+                    self._cut(shares, salt, budget)
+
+    def _cut(self, shares: SaltShares, salt: bytes, budget: int, more: int = 0) -> None:
+        """Evict a salt's own coldest pages until the salt could have `more` bytes without exceeding its share. The next
+        step tries again to evict pages that wait for a copy, or for a slot to be copied to."""
+        excess, orders = shares.excess(salt, budget, more), self.candidates.of_salt.get(salt)
+        if excess <= 0 or orders is None:
+            return
+        held, evicted, shift = shares.held[salt], self.residency.evicted, self.candidates.shift
+        leaving, stay = self._leaving(shares, salt, budget), list[tuple[Run, int]]()
+        excess, wait, before = excess - leaving, leaving > 0, sum(evicted)
+        while excess > 0 and (found := self.candidates.next_victim(orders, shift, shares.places[budget])):
+            run, order = found
+            place = order % self._places
+            had, out, size = held[budget], evicted[place], shares.page_bytes[place]
+            went = self.trim(run, place, -(-excess // size), self.candidates.among(run, order))
+            moving = went - (evicted[place] - out)
+            wait |= moving > 0
+            if not went:
+                stay.append(found)
+                continue
+            excess -= had - held[budget] + max(0, moving) * size
+            self.candidates.offer_again(run, order, shift)
+        for run, order in stay:
+            self.candidates.offer_again(run, order, shift)
+        if wait:
+            shares.over[salt] = None
+        self._context.counters.over_share += sum(evicted) - before
+
+    def _leaving(self, shares: SaltShares, salt: bytes, budget: int) -> int:
+        """The bytes of a salt's pages that leave as soon as they have been copied down."""
+        return sum(
+            shares.page_bytes[place] * pages
+            for run, place, pages in self.moving()
+            if shares.budget.get(place) == budget and root_of(run).named == salt
+        )
