@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from kvarve.cache.scheduler import CacheScheduler, Prompt
     from kvarve.cache.worker import CacheWorker
     from kvarve.core.cache import Hit
+    from kvarve.core.lease import Lease
     from kvarve.core.policies import Policies
-    from kvarve.core.requests.lease import Lease
     from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec, Tier, window_lookback
     from kvarve.pages.ticket import Ticket
 
@@ -87,7 +87,7 @@ _MODULES = {
     "CacheScheduler": "kvarve.cache.scheduler",
     "CacheWorker": "kvarve.cache.worker",
     "Hit": "kvarve.core.cache",
-    "Lease": "kvarve.core.requests.lease",
+    "Lease": "kvarve.core.lease",
     "ModelIdentity": "kvarve.pages.pools",
     "Policies": "kvarve.core.policies",
     "PoolSpec": "kvarve.pages.pools",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvarve.cache.prefix_cache import PrefixCache
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
 from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.pages.pools import MEMORY_TIERS, PoolSpec, Tier
 from kvarve.reference.verify.prover import Prover, key_of

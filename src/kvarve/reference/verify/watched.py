@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cache.scheduler import Prompt
-from kvarve.core.requests.lease import Lease
+from kvarve.core.lease import Lease
 from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.inputs import Evict
