@@ -379,7 +379,7 @@ def test_a_bug_in_the_middle_of_a_change_is_raised_by_the_step_and_told_to_the_c
 
     before = threads("kvarve")
     store = a_store()
-    monkeypatch.setattr(full.scheduler.core.slot_pools, "runs", broken)
+    monkeypatch.setattr(full.scheduler.core.tree, "runs", broken)
     change = full.worker.attach(store, back_up=True)
     with pytest.raises(kind, match="a bug"):
         full.step()

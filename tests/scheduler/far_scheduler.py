@@ -69,6 +69,7 @@ class FarScheduler(Far):
         assert agreement.ranks == 1
         super().__init__(self._ask, "")
         self.agreement, self.core = agreement, Far(self._ask, "core.")
+        self.core.growth = Far(self._ask, "core.growth.")
         program = [sys.executable, str(Path(__file__).parent / "scheduler_process.py")]
         self.process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -47,6 +47,7 @@ class Standing(NamedTuple):
     boundary: int
     done: int
     grown: int
+    pages: int
     snapshots: int
     seen: tuple[int, ...]
     tiers: tuple[int, int, int]
