@@ -29,7 +29,7 @@ def write(world: World, *seeds: int, pages: int = 4) -> None:
     for seed in seeds:
         lease = world.start(prompt(pages, seed=seed), read=False)  # so that nothing asks storage
         world.grow(lease, pages)
-        world.publish(lease, pages)
+        world.publish(lease, lease.grown)
         world.close(lease)
     world.step()
     while others(world):
@@ -130,6 +130,16 @@ def test_a_storage_that_keeps_failing_is_not_waited_for() -> None:
         assert not stores(world)
         world.step(later_s=MAX_BACK_OFF_S) if world.core.storage.failures < RETRY_BUDGET else None
     assert world.core.idle()
+
+
+def test_the_host_is_not_emptied_ahead_of_need_while_stores_rest() -> None:
+    world = World(config=config(ATTENTION, device=16, host=16, storage=True, write_policy="write_back"))
+    for seed in range(1, 12):
+        write(world, seed)
+        if stores(world):
+            fail(world)
+    assert world.core.backups.backing_off()
+    assert sum(run.here[1].bit_count() for run in runs(world.core)) == 16, "its pages cannot be stored, and may stay"
 
 
 def test_another_storage_does_not_rest_for_the_failures_of_the_last_one() -> None:

@@ -81,7 +81,7 @@ def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_o
 ) -> None:
     engine = crowded(make)
     cache, scheduler = engine.cache, engine.cache.scheduler
-    owner = next(each for each in (cache, scheduler, scheduler.core) if hasattr(each, name))
+    owner = next(each for each in (cache, scheduler, scheduler.core, scheduler.core.growth) if hasattr(each, name))
     kind = AssertionError if at else KeyError  # whatever it is
     calls = failing(monkeypatch, owner, name, at, kind, module="kvarve.core.cache")
     requests = served(engine)
@@ -242,7 +242,8 @@ def test_a_broken_cache_writes_nothing_more_to_storage_and_shuts_down(
     engine = make(start=False, storage=store, write_policy="write_back")
     by_hand(engine, a_request(a_prompt(5 * CHUNK), 2))
     assert engine.cache.scheduler.core.idle() and store.usage().objects == 0
-    failing(monkeypatch, engine.cache.scheduler.core, name, 0, AssertionError)
+    core = engine.cache.scheduler.core
+    failing(monkeypatch, core if name == "step" else core.growth, name, 0, AssertionError)
     request = engine.submit(a_request(a_prompt(5 * CHUNK, 1), 2))
     engine.start()
     assert request.result(LONG_S)[2].finish is Finish.ERROR

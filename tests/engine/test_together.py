@@ -144,7 +144,9 @@ def test_a_prompt_that_waits_for_slots_lets_others_go_on(make: Make, monkeypatch
     turns(engine, lambda: len(engine.scheduler.running) == 2)
     short = engine._jobs[slow.number].lease
     monkeypatch.setattr(
-        engine.cache.scheduler.core, "short", lambda lease, upto: lease is short and quick.number in engine._accepted
+        engine.cache.scheduler.core.growth,
+        "short",
+        lambda lease, upto: lease is short and quick.number in engine._accepted,
     )
     monkeypatch.setattr("kvarve.reference.engine.turns.GROW_WAIT_S", 1e9)
     monkeypatch.setattr(engine.cache, "wait", lambda timeout_s: pytest.fail("the engine sleeps"))

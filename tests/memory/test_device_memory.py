@@ -43,6 +43,11 @@ def a_cut(budget: int = 200 << 20, granule: int = GRANULE, pools: tuple[PoolSpec
     return found
 
 
+def of_extent(cut: Cut, pool: int, extent: int) -> range:
+    """The slots of a pool in one extent."""
+    return range(extent * cut.per[pool], (extent + 1) * cut.per[pool])
+
+
 def drivers() -> list[object]:
     """The one that stands for a GPU's, and the GPU's where there is one."""
     return ["pretend", pytest.param("cuda", marks=pytest.mark.skipif(driver_of("cuda") is None, reason="no GPU"))]
@@ -78,7 +83,7 @@ def test_pages_keep_every_bit_while_extents_go_from_pool_to_pool(kind: str, monk
         pool = dice.randrange(len(POOLS))
         theirs = [at for each, at in known if each == pool]
         if theirs and dice.random() < 0.4:
-            slots = extents.slots(pool, dice.choice(theirs))
+            slots = of_extent(cut, pool, dice.choice(theirs))
             extents.give(pool, slots)
             extents.loosen(pool, array("i", slots))
             if extents.pool_of[slots[0] // cut.per[pool]] == pool:  # it is one of its least
@@ -87,10 +92,10 @@ def test_pages_keep_every_bit_while_extents_go_from_pool_to_pool(kind: str, monk
             extents.take(pool, slots)
         left, joined = extents.moved()
         for at, extent in left:
-            arenas[at].release(extents.slots(at, extent))
+            arenas[at].release(of_extent(cut, at, extent))
             del known[at, extent]
         for at, extent in joined:
-            slots = extents.slots(at, extent)
+            slots = of_extent(cut, at, extent)
             arenas[at].commit(slots)
             known[at, extent] = step
             for number, buffer in enumerate(POOLS[at].buffers):
@@ -98,7 +103,7 @@ def test_pages_keep_every_bit_while_extents_go_from_pool_to_pool(kind: str, monk
                     arenas[at].buffers[buffer.name][slot] = noise(buffer, 7 * step + number + slot).to(device)
         for (at, extent), when in known.items():
             for number, buffer in enumerate(POOLS[at].buffers):
-                for slot in (extents.slots(at, extent)[0], extents.slots(at, extent)[-1]):
+                for slot in (of_extent(cut, at, extent)[0], of_extent(cut, at, extent)[-1]):
                     found = raw(arenas[at].buffers[buffer.name][slot].cpu())
                     assert found.tobytes() == raw(noise(buffer, 7 * when + number + slot)).tobytes(), (at, slot)
     assert kind == "cuda" or pretend.moves > 40
@@ -212,7 +217,7 @@ def test_a_driver_that_fails_in_between_is_asked_again_before_anything_is_copied
     whole = {pool: cache.worker.device[pool] for pool in range(3)}
     for extent, pool in enumerate(extents.pool_of):
         for tensor in whole[pool].buffers.values() if pool >= 0 else ():
-            slots = extents.slots(pool, extent)
+            slots = of_extent(extents.cut, pool, extent)
             tensor[slots.start : slots.stop].fill_(1)  # ends the process where no memory is
     assert sum(nbytes for _, nbytes in driver.mapped.values()) <= 64 << 20
     cache.shutdown(5)

@@ -52,7 +52,7 @@ def test_what_a_storage_has_lost_and_why_it_takes_nothing_is_on_the_page_in_the_
     told = StorageUsage(1, 2, 3, 4, lost=284, damaged=5, room_bytes=0, read_only=True)
     monkeypatch.setattr(FileStorage, "usage", lambda storage: told)
     for why, words in ((Refusal.FULL, "has no room"), (Refusal.READ_ONLY, "can only be read")):
-        monkeypatch.setattr(server.engine.cache.scheduler.core.backups, "refused", why)
+        monkeypatch.setattr(server.engine.cache.scheduler.core.storage, "refused", why)
         watched.sample()
         watched._countdown = 0
         found = watched.told()

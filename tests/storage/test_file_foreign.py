@@ -122,10 +122,16 @@ def test_what_is_not_ours_counts_as_nothing_and_takes_no_room(opened, folder, ca
     assert CAPACITY // 3 < inspect_files.file_bytes(storage) <= CAPACITY
     storage.close()
     assert main(["storage", "drop", str(folder), "--all", "--yes"]) == 0
-    capsys.readouterr()
-    assert main(["storage", "stat", str(folder), "--json", "-"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["models"] == [] and told["bytes"] < before
+
+    def stat():
+        capsys.readouterr()
+        assert main(["storage", "stat", str(folder), "--json", "-"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    left = stat()
+    assert left["models"] == [] and left["bytes"] < before
+    (folder / "notes.txt").write_bytes(bytes(1000))
+    assert stat()["bytes"] == left["bytes"]
 
 
 @pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.long)])
