@@ -176,6 +176,7 @@ def test_the_time_limit_of_headers_does_not_apply_to_bodies_and_answers(
 # --- answers that are not read
 
 
+@pytest.mark.long  # where all tests run, the engine may end the answer before the stream is seen to pause
 def test_a_client_that_does_not_read_its_stream_is_aborted(
     own_server: Server, client: httpx.Client, connect: Connect, clock: Clock
 ) -> None:
