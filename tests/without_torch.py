@@ -34,8 +34,8 @@ scheduler = CacheScheduler(IDENTITY, CacheConfig("1MiB"), {Tier.DEVICE: (8,)})
 lease = scheduler.open(range(130))
 assert scheduler.claim(lease)
 assert [*scheduler.grow(lease, 2)["kv"]] == [0, 1]
-scheduler.core.growth.publish(lease, 2)
-scheduler.core.close(lease)
+scheduler.publish(lease, 2)
+scheduler.close(lease)
 print("hit:", scheduler.lookup(range(130)).device)
 
 # A storage, and the tools that look at its folder.

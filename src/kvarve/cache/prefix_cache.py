@@ -158,12 +158,12 @@ class PrefixCache:
 
     def publish(self, lease: Lease, upto: int) -> None:
         """Give the pages before `upto`, which have been filled, to the tree: others may resume from them."""
-        self.scheduler.core.growth.publish(lease, upto)
+        self.scheduler.publish(lease, upto)
         self._send()
 
     def close(self, lease: Lease) -> None:
         """Close a lease in any phase; what it has published stays."""
-        self.scheduler.core.close(lease)
+        self.scheduler.close(lease)
         self._send()
 
     # --- time passes

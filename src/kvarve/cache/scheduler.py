@@ -100,9 +100,9 @@ class Changes:
 class CacheScheduler:
     """Decides for one rank of one model; its worker has the same identity and settings.
 
-    It has what needs keys, names of pools, the agreed time or the agreement of the ranks. For all else ask its `core`.
-    A request's life: `open`, then `step` and `claim` until ready, `pages` to resume from, `grow` and `core.publish` for
-    each chunk computed, `core.close`. After any of these the orders in `take` go to the worker.
+    A request's life: `open`, then `step` and `claim` until ready, `pages` to resume from, `grow` and `publish` for each
+    chunk computed, `close`. After any of these the orders in `take` go to the worker. What needs no keys, names of
+    pools, agreed time or ranks is asked of its `core`.
     """
 
     def __init__(
@@ -226,6 +226,14 @@ class CacheScheduler:
         """
         fresh = self.core.growth.grow(lease, upto)
         return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
+
+    def publish(self, lease: Lease, upto: int) -> None:
+        """Give the filled pages before `upto` to the tree, where other requests find them."""
+        self.core.growth.publish(lease, upto)
+
+    def close(self, lease: Lease) -> None:
+        """End a request: unpin its pages, and free the slots that it has not published."""
+        self.core.close(lease)
 
     def export(self, lease: Lease, until_s: float, prompt: Prompt | None = None) -> Ticket | None:
         """Hand a ready lease's prompt over: a ticket for the pages that have been published, which go to storage now

@@ -466,4 +466,4 @@ class BlockPlanner:
     def _close(self, request_id: str) -> None:
         standing = self._standing.pop(request_id, None)
         if standing is not None:
-            self._scheduler.core.close(standing.lease)
+            self._scheduler.close(standing.lease)
