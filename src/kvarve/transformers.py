@@ -125,7 +125,8 @@ class PrefixCachedModel:
         while not self.cache.claim(lease):
             self.cache.wait(0.05)
             self.cache.step()
-        workspace = resumed(self.cache, lease, self.layout, MOST_TOKENS, self.model.device)
+        with bugs_as_broken(assertions=True):
+            workspace = resumed(self.cache, lease, self.layout, MOST_TOKENS, self.model.device)
         tiers = (pages * self.layout.page_tokens for pages in lease.from_tiers())
         self.usage = Usage(input_ids.shape[1], *tiers)
         # The last token is left to `generate`, which needs one to start from.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines import CHUNK, LONG_S, Make, a_model, a_prompt, a_request, alone, by_hand, room_for, turns
-from kvarve.errors import Busy, ConfigError
+from kvarve.errors import Broken, Busy, ConfigError
 from kvarve.reference.engine import turns as turns_module
 from kvarve.reference.engine.batch import Batch
 from kvarve.reference.engine.engine import Engine
@@ -209,6 +209,25 @@ def test_a_failed_assertion_in_a_call_from_another_thread_stops_the_engine_too(m
     engine._thread.join(LONG_S)
     assert not engine._thread.is_alive()
     assert engine.broken == "the engine has stopped: AssertionError: a law"
+
+
+def test_a_bug_of_the_cache_in_a_flush_stops_the_engine(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    failing(monkeypatch, engine.cache.scheduler.core, "flush", 0, KeyError, module="kvarve.core.cache")
+    with pytest.raises(Broken, match="flush fails"):
+        engine.flush()
+    engine._thread.join(LONG_S)
+    assert not engine._thread.is_alive() and "flush fails" in engine.broken
+
+
+def test_a_law_of_resuming_that_fails_stops_the_engine(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(start=False)
+    failing(monkeypatch, PagedWorkspace, "resumed", 0, AssertionError)
+    request = engine.submit(a_request(a_prompt(8), 2))
+    engine.start()
+    engine._thread.join(LONG_S)
+    assert not engine._thread.is_alive() and "resumed fails" in engine.broken
+    assert last_outputs(request) == [Finish.ERROR]
 
 
 def test_the_same_request_is_served_once(make: Make) -> None:

@@ -9,7 +9,11 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from kvarve.connectors.vllm.connector import check_engine, identity_of
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from kvarve.connectors.vllm.connector import KvarveConnector, check_engine, identity_of
+    from kvarve.connectors.vllm.vllm_metrics import KvarveStats
 
 from kvarve.errors import ConfigError
 from kvarve.memory.engine_arena import pool_of
@@ -60,3 +64,11 @@ def test_settings_with_which_the_connector_cannot_work_are_refused(change: dict[
     check_engine(config())
     with pytest.raises(ConfigError, match=remedy):
         check_engine(config(**change))
+
+
+def test_beside_other_connectors_its_statistics_have_the_name_that_vllm_knows() -> None:
+    side = KvarveConnector.__new__(KvarveConnector, config(), KVConnectorRole.SCHEDULER, None)  # type: ignore[arg-type]
+    side.get_kv_connector_stats = lambda: KvarveStats(data={"pages": 1})
+    beside: Any = object.__new__(MultiConnector)
+    beside._connectors = [side]
+    assert [*beside.get_kv_connector_stats().data] == [KvarveConnector.__name__]

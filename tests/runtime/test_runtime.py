@@ -29,7 +29,7 @@ from filling import (
 )
 
 from kvarve.cache.prefix_cache import PrefixCache
-from kvarve.errors import Broken
+from kvarve.errors import Broken, ConfigError
 from kvarve.pages.pools import PoolSpec, Tier
 
 # --- where pages come from
@@ -44,16 +44,18 @@ def fail(error: Exception) -> None:
     [
         (lambda cache: None, ALL),
         (lambda cache: fail(KeyError("of the caller")), ALL),
+        (lambda cache: cache.lookup([-1]), ALL),
+        (lambda cache: cache.open(LONG, salt="\ud800"), ALL),
         (lambda cache: fail(Broken("in the cache")), 0),
         (lambda cache: cache.claim(None), 0),
     ],
-    ids=["well", "the caller's error", "broken", "a bug"],
+    ids=["well", "the caller's error", "no token", "no salt", "broken", "a bug"],
 )
 def test_at_the_end_of_a_block_pages_are_stored_unless_the_cache_has_failed(
     make: Make, ends: Callable[[PrefixCache], object], hit: int
 ) -> None:
     store = a_store()
-    with suppress(KeyError, Broken, AttributeError), make(store, write_policy="write_back") as cache:
+    with suppress(KeyError, ConfigError, Broken, AttributeError), make(store, write_policy="write_back") as cache:
         run(cache, LONG)
         ends(cache)
     assert sum(run(make(store), LONG)) == hit

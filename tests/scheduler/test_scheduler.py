@@ -175,5 +175,17 @@ def test_pages_of_an_unfinished_chunk_are_not_saved_as_their_names_still_change(
     assert sealed and {*sealed.values()} <= {lease.key(0), lease.key(1)}
 
 
+def test_an_engine_with_blocks_of_its_own_gets_no_device_slots() -> None:
+    scheduler = over_blocks()
+    scheduler.step(Report(), 1.0)
+    lease = scheduler.open(prompt(3))
+    refused = [lambda: scheduler.pages(lease), lambda: scheduler.grow(lease, 2), lambda: scheduler.publish(lease, 2)]
+    refused += [scheduler.capacity_tokens, lambda: scheduler.demand([]), scheduler.device_state]
+    for call in refused:
+        with pytest.raises(AssertionError, match="an engine owns the device"):
+            call()
+    scheduler.audit()
+
+
 def copies(scheduler: CacheScheduler, target: Tier) -> list[Copy]:
     return [order for order in scheduler.take() if isinstance(order, Copy) and order.target is target]

@@ -136,6 +136,11 @@ def test_their_names_of_storages_are_urls_of_ours() -> None:
         ("file", None, "file://?capacity=10GiB"),
         ("file", {"path": "/a b", "capacity": "1GiB"}, "file:///a%20b?capacity=1GiB"),
         ("hf3fs", {"file_path_prefix": "/3fs/kv", "capacity": "2TiB"}, "hf3fs:///3fs/kv?capacity=2TiB"),
+        (
+            "hf3fs",
+            {"path": "/3fs/kv", "capacity": "2TiB", "metadata": "redis://h:6379/0"},
+            "hf3fs:///3fs/kv?capacity=2TiB&metadata=redis://h:6379/0",
+        ),
         ("mooncake", {"master_server_address": "m:1", "device_name": "a,b"}, "mooncake://m:1?device=a,b"),
         ("mooncake", {}, "mooncake://"),
     ):

@@ -33,27 +33,35 @@ LOOK_S = 0.05  # between two steps of several ranks with copies in flight: for w
 LEAST_WAIT_S = 0.001  # after a deadline: by the time that the ranks agree on, it may pass only some steps later
 
 
+# Of the cache's call tree; arenas and storages are called from here.
+PARTS = ("kvarve.core.", "kvarve.cache.", "kvarve.ranks.", "kvarve.transfer.")
+
+
 @contextmanager
-def bugs_as_broken() -> Iterator[None]:
-    """The border for whoever catches the errors of one request. Broken: an exception inside came out of a cache, and is
-    none of ours; so it is a bug, after which the cache may be half changed, and no request's error."""
+def bugs_as_broken(assertions: bool = False) -> Iterator[None]:
+    """The border for whoever catches the errors of one request: an exception inside that is a bug of the cache becomes
+    Broken, since the cache may be half changed, and it is no request's error. `assertions`: any failed one is a bug."""
     try:
         yield
-    except KvarveError:
-        raise
     except Exception as e:
         assert e.__traceback__ is not None
-        if _is_bug(e, e.__traceback__.tb_next):
+        inside = e.__traceback__.tb_next  # without this frame, which is the cache's too
+        if not isinstance(e, Broken) and (_came_out(e, inside) or (assertions and isinstance(e, AssertionError))):
             raise Broken(f"{type(e).__name__}: {e}") from e
         raise
 
 
-def _is_bug(error: BaseException | None, came_by: TracebackType | None) -> bool:
-    """Whether an exception has come out of a cache, and is none of ours or says that it is a bug."""
+def is_bug(error: BaseException | None) -> bool:
+    """Whether an exception is a bug of a cache: it came out of one, and is no answer such as ConfigError; or Broken.
+    An interrupt counts if it met the core in the middle of a change."""
+    return error is not None and _came_out(error, error.__traceback__)
+
+
+def _came_out(error: BaseException, came_by: TracebackType | None) -> bool:
     if isinstance(error, KvarveError):
         return isinstance(error, Broken)
-    names = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(came_by))
-    return isinstance(error, Exception) and any(name.startswith(("kvarve.cache.", "kvarve.core.")) for name in names)
+    parts = PARTS if isinstance(error, Exception) else PARTS[:1]
+    return any(frame.f_globals.get("__name__", "").startswith(parts) for frame, _ in walk_tb(came_by))
 
 
 class Listener(Protocol):
@@ -107,8 +115,8 @@ class PrefixCache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, came_by: TracebackType | None) -> None:
-        self.shutdown(store=not _is_bug(error, came_by))  # after a bug no page can be trusted
+    def __exit__(self, _: object, error: BaseException | None, came_by: object) -> None:
+        self.shutdown(store=not is_bug(error))  # after a bug no page can be trusted
 
     # --- a request's life
 
@@ -148,6 +156,12 @@ class PrefixCache:
         reserved = self.scheduler.core.growth.reserve(lease, upto)
         self._send()
         return reserved
+
+    def short(self, lease: Lease, upto: int) -> bool:
+        """Whether `grow` would lack slots that are about to come free; the copies that free them begin now."""
+        short = self.scheduler.core.growth.short(lease, upto)
+        self._send()
+        return short
 
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
         """Reserve slots for the pages up to `upto` that are worth keeping: for each pool the slots by position. Fill

@@ -26,6 +26,7 @@ from kvarve.core.lease import Prompt as CorePrompt
 from kvarve.core.observe import headroom
 from kvarve.core.observe.headroom import Demand, pinned
 from kvarve.core.requests.engine_blocks import EngineBlocks
+from kvarve.errors import ConfigError
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, heads, names, pack, root_key
 from kvarve.pages.pools import ModelIdentity, Tier
 from kvarve.pages.ticket import HandOverError, Ticket
@@ -144,11 +145,13 @@ class CacheScheduler:
     def prompt(self, tokens: Tokens, salt: str = "") -> Prompt:
         """Prepare a prompt for `open`; from any thread, since a long prompt takes a while.
 
-        ValueError if a token does not fit into 32 bits or the salt cannot be encoded.
+        ConfigError if a token is no number of 32 bits or the salt cannot be encoded.
         """
-        packed = pack(tokens)
-        known_by, head = self._known_by(packed), self._heads(packed)
-        return Prompt(root_key(self._namespace, salt), known_by, self.identity.page_tokens, head)
+        try:
+            packed, root = pack(tokens), root_key(self._namespace, salt)
+        except (ValueError, TypeError, OverflowError, AttributeError) as e:
+            raise ConfigError(f"tokens must be numbers of 32 bits, and the salt text: {e}") from None
+        return Prompt(root, self._known_by(packed), self.identity.page_tokens, self._heads(packed))
 
     def open(
         self,
@@ -217,19 +220,19 @@ class CacheScheduler:
 
     def pages(self, lease: Lease) -> dict[str, tuple[range, list[int]]]:
         """The pages that a ready lease resumes from: for each pool the positions and their device slots."""
-        return {pool.name: self.core.growth.slots(lease, i) for i, pool in enumerate(self.pools)}
+        return {pool.name: self._own_device().growth.slots(lease, i) for i, pool in enumerate(self.pools)}
 
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
         """Reserve slots for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
 
         If slots run out fewer pages are kept. Never waits: under write-back ask `Growth.short` first.
         """
-        fresh = self.core.growth.grow(lease, upto)
+        fresh = self._own_device().growth.grow(lease, upto)
         return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
 
     def publish(self, lease: Lease, upto: int) -> None:
         """Give the filled pages before `upto` to the tree, where other requests find them."""
-        self.core.growth.publish(lease, upto)
+        self._own_device().growth.publish(lease, upto)
 
     def close(self, lease: Lease) -> None:
         """End a request: unpin its pages, and free the slots that it has not published."""
@@ -257,21 +260,25 @@ class CacheScheduler:
         if len(prompt.keys) < end or prompt.keys[max(0, end - KEY_BYTES) : end].hex() != ticket.key:
             raise HandOverError("the ticket is of another prompt: give the request the prompt that was prefilled")
 
+    def _own_device(self) -> Core:
+        assert Tier.DEVICE in self.core.config.slots, "an engine owns the device and its slots"
+        return self.core
+
     # --- what admission asks
 
     def capacity_tokens(self) -> int:
         """The longest sequence that fits on the device, in tokens."""
-        slot_pools = self.core.slot_pools
+        slot_pools = self._own_device().slot_pools
         pages = min((slot_pools.capacity[pool] for pool in slot_pools.chains), default=1 << 40)
         return pages * self.identity.page_tokens
 
     def demand(self, asked: Sequence[tuple[Lease, int]]) -> Demand:
         """The loose device slots, and how many each lease would take up to a page (see `headroom.demand`)."""
-        return headroom.demand(self.core, asked)
+        return headroom.demand(self._own_device(), asked)
 
     def device_state(self) -> tuple[tuple[int, ...], frozenset[int]]:
         """What a request waits for that got too few device slots (see `headroom.device_state`)."""
-        return headroom.device_state(self.core)
+        return headroom.device_state(self._own_device())
 
     def making_room(self) -> bool:
         """Whether evictions wait for copies in flight (see `headroom.making_room`)."""

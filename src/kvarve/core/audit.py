@@ -204,11 +204,13 @@ def _audit_lines(core: Core, runs: list[Run]) -> None:
     pools, tiers, dirty = len(core.pools), [*_tiers(core), Tier.STORAGE], core.backups.dirty
     coming: dict[tuple[int, int], int] = {}
     for op in core.copies.ops.values():
-        for page in op.pages() if op.edge[1] > op.edge[0] and op.lease is None and not op.void else ():
+        for page in op.pages() if op.edge[1] > op.edge[0] and op.lease is None else ():
             run = op.run
             while run is not None and page.position < run.first:
                 run = run.parent
             assert run is not None, "a pinned position is in the tree"
+            if op.void:  # its storage is gone or down
+                continue
             what, bit = (id(run), tiers.index(op.edge[1]) * pools + page.pool), 1 << page.position - run.first
             _check(not coming.get(what, 0) & bit, "no page is copied twice to one tier")
             coming[what] = coming.get(what, 0) | bit

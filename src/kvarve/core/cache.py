@@ -1,8 +1,8 @@
 """The core: which pages are where, which leases pin them, which copies come next. It knows no clock, thread, tensor,
 socket or log.
 
-Inputs come in (`lookup`, `open`, `claim`, `grow`, `publish`, `close`, `step`, `flush`), effects go out (`take`). The
-same inputs give the same tree and the same effects, so ranks that agree on inputs cannot drift apart, any failure
+Inputs come in (`lookup`, `open`, `claim`, `close`, `step`, `flush`, and those of `growth`), effects go out (`take`).
+The same inputs give the same tree and the same effects, so ranks that agree on inputs cannot drift apart, any failure
 replays from its seed, and the simulator runs this very code.
 """
 

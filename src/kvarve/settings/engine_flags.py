@@ -234,7 +234,10 @@ def storage_url(backend: str, extra: str | None) -> str:
         path = _taken(given, "path", "") or _taken(given, "file_path_prefix", "")
         if not path or "capacity" not in given:
             raise ConfigError(f"hf3fs: the extra config says a folder and how much it may hold, such as {_EXAMPLE}")
-        return _url("hf3fs://" + _path(path), {"capacity": _taken(given, "capacity", "")}, given)
+        known = {"capacity": _taken(given, "capacity", "")}
+        if "metadata" in given:  # where several processes share it
+            known["metadata"] = _taken(given, "metadata", "")
+        return _url("hf3fs://" + _path(path), known, given)
     if backend == "mooncake":
         master = _taken(given, "master_server_address", "")
         found = {ours: _taken(given, theirs, "") for theirs, ours in _MOONCAKE.items() if theirs in given}

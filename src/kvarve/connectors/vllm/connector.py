@@ -487,6 +487,10 @@ class WorkerSide(KvarveConnector):
             self._worker = None
 
 
+# MultiConnector keys statistics by the name of the class that it finds, and metrics by that of the one configured.
+SchedulerSide.__name__ = WorkerSide.__name__ = KvarveConnector.__name__
+
+
 # --- in the worker, asked by the scheduler's side between steps
 
 

@@ -25,7 +25,7 @@ class PrefixTree:
 
     def runs(self, root: bytes | None = None) -> Iterator[Run]:
         """All runs, or those under a root key, parents first."""
-        stack: list[Run] = [each for key, each in self.roots.items() if root is None or key == root]
+        stack: list[Run] = [*self.roots.values()] if root is None else [*filter(None, [self.roots.get(root)])]
         while stack:
             run = stack.pop()
             yield run

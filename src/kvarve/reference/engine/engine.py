@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvarve.cache.attach import ASK_S, Admin
-from kvarve.cache.prefix_cache import PrefixCache
+from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken
 from kvarve.cache.scheduler import Prompt
 from kvarve.errors import Broken, Busy, ConfigError, KvarveError, TooLong
 from kvarve.pages.pools import MEMORY_TIERS, Tier
@@ -245,12 +245,12 @@ class Engine(Turns):
                 answer.set_exception(Busy(self.broken or "the engine has stopped"))
                 return
             try:
-                answer.set_result(what())
-            except (AssertionError, Broken) as e:  # the cache is broken, so the engine ends too
+                with bugs_as_broken():
+                    answer.set_result(what())
+            except Exception as e:  # the caller gets it from the future
                 answer.set_exception(e)
-                raise
-            except Exception as e:  # noqa: BLE001  the caller gets it from the future
-                answer.set_exception(e)
+                if isinstance(e, AssertionError | Broken):  # the cache is broken, so the engine ends too
+                    raise
 
         with self._lock:
             if self._ended:

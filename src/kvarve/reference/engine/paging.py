@@ -46,7 +46,7 @@ def resumed(
 def room_comes(cache: PrefixCache, lease: Lease, layout: StateLayout, tokens: int) -> bool:
     """Whether evictions in flight will free slots for the pages up to a line of the grid at `tokens`."""
     upto = min(tokens // layout.page_tokens, lease.pages)
-    return tokens % layout.grid_tokens == 0 and upto > lease.grown and cache.scheduler.core.growth.short(lease, upto)
+    return tokens % layout.grid_tokens == 0 and upto > lease.grown and cache.short(lease, upto)
 
 
 def wait_for_room(cache: PrefixCache, lease: Lease, workspace: Workspace) -> None:

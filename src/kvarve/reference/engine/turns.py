@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken
+from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken, is_bug
 from kvarve.cache.scheduler import Prompt
 from kvarve.core.lease import Lease
-from kvarve.errors import Broken
 from kvarve.pages.ticket import Ticket
 from kvarve.reference.engine.batch import Batch, Together, by_length, spare_tokens, together
 from kvarve.reference.engine.counts import EngineCounts
@@ -129,11 +128,10 @@ class Turns:
         if job.workspace is None and compute != self._resume:
             return  # it has ended or was preempted in this very turn
         try:
-            with bugs_as_broken():
-                compute(job, *given)
-        except Broken:
-            raise
+            compute(job, *given)
         except Exception as e:  # one request's error (memory, a broken kernel) is not the others'
+            if is_bug(e):
+                raise
             log.exception("request %d", job.request.number)
             self._end(job, Finish.ERROR, f"{type(e).__name__}: {e}")
 
@@ -180,7 +178,8 @@ class Turns:
     def _resume(self, job: Job) -> None:
         self.model.require_same()
         tokens = job.prompt + job.max_new_tokens
-        job.workspace = PagedWorkspace.resumed(self.cache, job.lease, self.model.layout, tokens)
+        with bugs_as_broken(assertions=True):
+            job.workspace = PagedWorkspace.resumed(self.cache, job.lease, self.model.layout, tokens)
         if job.queued_s is None:
             if not job.reasons:
                 job.reasons |= self.cache.scheduler.core.explain(job.lease)
@@ -208,7 +207,8 @@ class Turns:
 
     def _take_seats(self, job: Job) -> None:
         if not job.state.reserved(job.computed + 1):
-            job.state.take_seats(self.cache, job.lease, job.computed // self.model.layout.page_tokens)
+            with bugs_as_broken(assertions=True):
+                job.state.take_seats(self.cache, job.lease, job.computed // self.model.layout.page_tokens)
 
     # --- computing
 
@@ -233,7 +233,8 @@ class Turns:
         """Publish pages at a line of the grid; ModelError if the model was changed."""
         if job.computed % self.model.layout.grid_tokens == 0:
             self.model.require_same()
-            job.state.keep(self.cache, job.lease)
+            with bugs_as_broken(assertions=True):
+                job.state.keep(self.cache, job.lease)
 
     def _group(self, jobs: list[Job]) -> list[list[Job]]:
         """Requests that are decoded together; a job that is in no group is decoded alone."""
@@ -273,14 +274,13 @@ class Turns:
         """Compute the next chunks of several requests in one forward: all of answers, or all tails of prompts."""
         states, ids, prefilling = tuple(job.state for job in jobs), [*map(self._chunk, jobs)], jobs[0].prefilling
         try:
-            with bugs_as_broken():
-                batch = self._batches.get(states) or Batch(states)
-                if not prefilling:
-                    self._batches[states] = batch
-                logits = batch.forward(self.model.model, ids)
-        except Broken:
-            raise
-        except Exception:  # to find the one at fault, each is computed alone, from its cached pages
+            batch = self._batches.get(states) or Batch(states)
+            if not prefilling:
+                self._batches[states] = batch
+            logits = batch.forward(self.model.model, ids)
+        except Exception as e:  # to find the one at fault, each is computed alone, from its cached pages
+            if is_bug(e):
+                raise
             log.exception("%s of %d requests", "the ends of prompts" if prefilling else "a batch", len(jobs))
             self._batches.pop(states, None)
             for job in sorted(jobs, key=lambda job: job.admitted_seq):
@@ -310,14 +310,15 @@ class Turns:
     # --- sampling and output
 
     def _show(self, job: Job, logits: Tensor) -> None:
-        if job.request.watch is not None:
-            job.request.watch(job.computed, logits)
+        assert job.request.watch is not None
+        job.request.watch(job.computed, logits)
 
     def _sample(self, jobs: list[Job], logits: Tensor) -> None:
         """From logits [jobs, vocabulary] sample a token for each job, and emit it; but not in the middle of a prompt,
         nor while an answer is replayed after a preemption."""
         for job, row in zip(jobs, logits, strict=True):
-            self._guarded(job, self._show, row)
+            if job.request.watch is not None:
+                self._guarded(job, self._show, row)
         rows = [row for row, job in enumerate(jobs) if job.workspace is not None and job.computed == job.length]
         if not rows:
             return

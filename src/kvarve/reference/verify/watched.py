@@ -220,7 +220,9 @@ class WatchedEngine(Engine):
         numbers = not (said and bool(said[-1].isnan().any()))
         if last.usage is None or last.finish is not (due if numbers else Finish.ERROR):
             raise Stuck(f"a prompt of {len(prompt)} tokens ended with {last.finish}: {last.error}")
-        if found.tokens != [int(logits.argmax()) for logits in said][: len(found.tokens)]:
+        whole = question.leaves is None and numbers  # else the last logits may have brought no token
+        likeliest = [int(logits.argmax()) for logits in said][: None if whole else len(found.tokens)]
+        if found.tokens != likeliest or (whole and len(likeliest) != question.most):
             raise Stuck(f"a prompt of {len(prompt)} tokens was not answered with the likeliest tokens")
         return Answer(prompt, found, last.usage)
 
@@ -280,3 +282,5 @@ def watched(
             following.result()
             if not engine.broken:
                 cache.scheduler.audit()
+    if engine.broken:
+        raise Stuck(engine.broken)
