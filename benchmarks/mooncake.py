@@ -29,9 +29,9 @@ import torch
 from behind.pages import BATCH, MIB, Pages
 from common import arguments, machine, show, watched, write_json
 from kvarve.errors import StorageError
-from kvarve.storage.breaker import Breaker
-from kvarve.storage.mooncake.client import Settings
-from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
+from kvarve.storage._breaker import Breaker
+from kvarve.storage.mooncake._client import Settings
+from kvarve.storage.mooncake._mooncake_storage import MooncakeStorage
 from kvarve.system.regions import HostRegion, address
 from pretend import PAGES, PROMPT_BYTES, PROMPT_TOKENS, Restore
 

@@ -43,4 +43,4 @@ def lose_patience_with_stalled_calls(monkeypatch: pytest.MonkeyPatch, *sick: Fau
                 break
         return ended
 
-    monkeypatch.setattr("kvarve.storage.tiers.wait", until_done_or_stalled)
+    monkeypatch.setattr("kvarve.storage._tiers.wait", until_done_or_stalled)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvarve.memory.parts import Parts
+from kvarve.memory._parts import Parts
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.pages.pools import BufferSpec, HeadGroups, ModelIdentity, PoolSpec
 

@@ -23,7 +23,7 @@ from kvarve.errors import ConfigError
 from kvarve.memory.encodings import codec, plain_bytes
 from kvarve.pages.pools import BufferSpec, PoolSpec
 from kvarve.storage import MemoryStorage
-from kvarve.storage.memory_storage import forget_memory
+from kvarve.storage._memory_storage import forget_memory
 
 pytest.importorskip("zstandard")
 pytest.importorskip("lz4")

@@ -10,7 +10,7 @@ from filling import ALL, HOST_ROOM, LONG, ROOM, an_identity, run, settle
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cli.main import main
-from kvarve.storage.memory_storage import forget_memory
+from kvarve.storage._memory_storage import forget_memory
 
 pytest.importorskip("cryptography")
 

@@ -20,7 +20,7 @@ from filling import (
 from gates import lose_patience_with_stalled_calls
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.storage import Breaker, Tiers, open_storage
-from kvarve.storage.memory_storage import forget_memory
+from kvarve.storage._memory_storage import forget_memory
 from kvarve.transfer.storage_connection import WORKERS
 
 

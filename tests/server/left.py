@@ -12,7 +12,7 @@ import httpx
 from talk import LONG_S, Body, complete, metrics, until
 
 from kvarve.reference.server.serve import Server
-from kvarve.storage.file.index import DEFAULT_THREADS
+from kvarve.storage.file._index import DEFAULT_THREADS
 from kvarve.system.heap import bound_heaps
 
 bound_heaps()  # as `kvarve serve` does before its threads start: else each has a heap of its own, which only grows

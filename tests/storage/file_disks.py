@@ -10,8 +10,8 @@ from typing import Any
 from disks import WithoutSync
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
+from kvarve.storage.file._table import Shape
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.table import Shape
 from kvarve.testing.suite import LABEL
 
 MIB = 1 << 20

@@ -11,9 +11,9 @@ from typing import Any
 from unittest import mock
 
 from kvarve.storage import FileStorage
-from kvarve.storage.file.index import Put
-from kvarve.storage.file.slabs import RowAddress, RowSpan, Slab
-from kvarve.storage.file.table import Shape
+from kvarve.storage.file._index import Put
+from kvarve.storage.file._slabs import RowAddress, RowSpan, Slab
+from kvarve.storage.file._table import Shape
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from kvarve.storage import MemoryStorage, Storage, Tiers
-from kvarve.storage.memory_storage import forget_memory
+from kvarve.storage._memory_storage import forget_memory
 from kvarve.testing import MakeStorage
 from kvarve.testing.suite import LABEL, Damage
 from kvarve.testing.suite_use import OTHER_BYTES

@@ -12,7 +12,7 @@ from memories import in_memory, over_memories
 from gates import threads
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import MemoryStorage, StorageUsage
-from kvarve.storage.breaker import Breaker
+from kvarve.storage._breaker import Breaker
 from kvarve.testing import CapacitySuite, FaultyStorage, MakeStorage, Rule, StorageSuite
 from kvarve.testing.suite import LABEL, Damage, get, put
 

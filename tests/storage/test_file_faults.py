@@ -10,8 +10,8 @@ import pytest
 from file_disks import MIB, Rigged, WithoutSync, file_name, total, trouble
 
 from kvarve.errors import StorageError
+from kvarve.storage.file._table import ENTRY_BYTES, Shape
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.table import ENTRY_BYTES, Shape
 from kvarve.testing.suite import get, put, there
 
 

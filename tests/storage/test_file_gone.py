@@ -13,7 +13,7 @@ from file_disks import MIB, Clockwork, Rigged, model_of, total
 from file_pages import intact, intact_anew, names, pages, store
 
 from kvarve.errors import StorageError
-from kvarve.storage.breaker import Breaker
+from kvarve.storage._breaker import Breaker
 from kvarve.testing.suite import LABEL, OTHER_LABEL, put
 
 SOME = pages("full", *range(12)) + pages("window", 1, 2)

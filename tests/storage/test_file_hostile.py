@@ -24,7 +24,7 @@ from file_pages import NAMESPACE, Page, Quick, goes_on, intact, pages, store
 from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file.table import (
+from kvarve.storage.file._table import (
     ENTRY_BYTES,
     Columns,
     Header,

@@ -13,8 +13,8 @@ from file_disks import MIB, Open, WithoutSync, file_name, total, trouble
 
 from kvarve.cli.main import main
 from kvarve.errors import StorageError
+from kvarve.storage.file._table import ENTRY_BYTES
 from kvarve.storage.file.disk import Directory
-from kvarve.storage.file.table import ENTRY_BYTES
 from kvarve.testing.suite import OTHER_LABEL, put
 
 NAMES = [f"page-{i}" for i in range(60)]

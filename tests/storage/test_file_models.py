@@ -10,7 +10,7 @@ from file_disks import MIB, Clockwork, everything, file_name, model_of
 from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage.file import maintenance
-from kvarve.storage.file.eviction_queue import LastUse
+from kvarve.storage.file._eviction_queue import LastUse
 from kvarve.storage.file.folder import Wanted, check_folder
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 

@@ -13,7 +13,7 @@ from file_disks import ONE, SMALL_FILES, Rigged, WithoutSync, model_of, total
 import forks
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file.processes import is_in_use
+from kvarve.storage.file._processes import is_in_use
 from kvarve.testing.suite import LABEL, get, put, there
 
 

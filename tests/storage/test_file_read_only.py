@@ -15,9 +15,9 @@ from file_pages import CAPACITY, NAMESPACE, Page, Quick, intact, pages, store
 from kvarve.cli.main import main
 from kvarve.storage import FileStorage
 from kvarve.storage.file import maintenance
+from kvarve.storage.file._table import ENTRY_BYTES, Header, Shape, read_header, slot_bytes_for
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.folder import Wanted, check_folder
-from kvarve.storage.file.table import ENTRY_BYTES, Header, Shape, read_header, slot_bytes_for
 from kvarve.testing.suite import OTHER_LABEL, get, put
 
 LABEL = NAMESPACE  # so that pages are those of the model

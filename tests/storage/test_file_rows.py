@@ -17,8 +17,8 @@ from file_pages import Quick, filling, intact, intact_anew, names, pages, store
 from processes import until
 
 from kvarve.errors import StorageError
-from kvarve.storage.file.slabs import STRIPES, RowSpan, runs
-from kvarve.storage.file.table import FREE, STORED, Shape
+from kvarve.storage.file._slabs import STRIPES, RowSpan, runs
+from kvarve.storage.file._table import FREE, STORED, Shape
 from tests.sim.faulty_disk import Died
 
 # --- a table that cannot be read for a moment

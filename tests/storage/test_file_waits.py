@@ -9,9 +9,9 @@ from file_disks import MIB, Calls, Clockwork, Rigged
 from processes import until
 
 from kvarve.storage import FileStorage
-from kvarve.storage.file import slab_allocator
-from kvarve.storage.file.idle_models import IdleModels
-from kvarve.storage.file.slab_allocator import AT_ONCE
+from kvarve.storage.file import _slab_allocator as slab_allocator
+from kvarve.storage.file._idle_models import IdleModels
+from kvarve.storage.file._slab_allocator import AT_ONCE
 from kvarve.testing.suite import OTHER_LABEL, get, put, there
 
 CAPACITY = 512 << 10

@@ -8,7 +8,7 @@ from memories import in_memory, over_memories
 
 from kvarve.errors import StorageError
 from kvarve.storage import MemoryStorage
-from kvarve.storage.memory_storage import forget_memory
+from kvarve.storage._memory_storage import forget_memory
 from kvarve.testing import ByteCapacitySuite, MakeStorage, StorageSuite
 from kvarve.testing.suite import LABEL, Damage, get, put
 

@@ -13,8 +13,8 @@ from light import light
 from mooncake_cluster import MASTER, METRICS, Cluster, own_network, require_mooncake
 
 from kvarve.storage import Storage, StorageUsage
-from kvarve.storage.mooncake.client import Settings
-from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
+from kvarve.storage.mooncake._client import Settings
+from kvarve.storage.mooncake._mooncake_storage import MooncakeStorage
 from kvarve.testing import suite
 from kvarve.testing.suite import LABEL, OTHER_LABEL, Damage, MakeStorage, StorageSuite, UrlOf, get, put
 from kvarve.testing.suite_use import OTHER_BYTES

@@ -16,11 +16,11 @@ import pytest
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage
-from kvarve.storage.mooncake import client as mooncake_client
-from kvarve.storage.mooncake import mooncake_backend
-from kvarve.storage.mooncake.client import LIBRARY_PATIENCE_S, Client, Settings
-from kvarve.storage.mooncake.mooncake_backend import read_settings
-from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
+from kvarve.storage.mooncake import _client as mooncake_client
+from kvarve.storage.mooncake import _mooncake_backend as mooncake_backend
+from kvarve.storage.mooncake._client import LIBRARY_PATIENCE_S, Client, Settings
+from kvarve.storage.mooncake._mooncake_backend import read_settings
+from kvarve.storage.mooncake._mooncake_storage import MooncakeStorage
 from kvarve.storage.urls import parse_url
 from kvarve.system.regions import HostRegion, address
 from kvarve.testing.suite import put

@@ -25,8 +25,8 @@ from mooncake_cluster import (
 from processes import until
 
 from kvarve.errors import StorageError
-from kvarve.storage.mooncake.client import Client, Settings, library
-from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
+from kvarve.storage.mooncake._client import Client, Settings, library
+from kvarve.storage.mooncake._mooncake_storage import MooncakeStorage
 from kvarve.system.regions import HostRegion, address
 from kvarve.testing.suite import get, put, there
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvarve.errors import ConfigError, StorageError
 from kvarve.pages.sizes import format_size, parse_size
 from kvarve.storage import Breaker, FileStorage, MemoryStorage, Tiers, check_storage, open_storage
-from kvarve.storage.memory_storage import forget_memory
+from kvarve.storage._memory_storage import forget_memory
 from kvarve.storage.urls import parse_url
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put
 from plugged import plug_in

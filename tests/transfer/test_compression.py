@@ -16,7 +16,7 @@ from kvarve.memory.encodings import codec
 from kvarve.memory.record import HEADER_BYTES, whole
 from kvarve.memory.seals import Tag
 from kvarve.storage import MemoryStorage, Storage, Tiers, open_storage
-from kvarve.storage.memory_storage import forget_memory
+from kvarve.storage._memory_storage import forget_memory
 from kvarve.storage.urls import check_storage
 from kvarve.system.regions import HostRegion
 from kvarve.testing import ByteCapacitySuite, FaultyStorage, MakeStorage, StorageSuite

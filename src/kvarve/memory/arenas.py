@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError
+from kvarve.memory._parts import Parts
 from kvarve.memory.device_memory import Addresses, DeviceMemory
 from kvarve.memory.host_memory import HostMemory
-from kvarve.memory.parts import Parts
 from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.pages.pools import PoolSpec

@@ -1,10 +1,10 @@
 """Where pages lie beyond memory: names and bytes. Nothing here knows what a page, a tensor or a model is."""
 
+from kvarve.storage._breaker import Breaker
+from kvarve.storage._memory_storage import MemoryStorage
+from kvarve.storage._tiers import Tiers
 from kvarve.storage.base import Storage, StorageUsage, deadline, left_s
-from kvarve.storage.breaker import Breaker
 from kvarve.storage.file.file_storage import FileStorage
-from kvarve.storage.memory_storage import MemoryStorage
-from kvarve.storage.tiers import Tiers
 from kvarve.storage.urls import Backend, StorageUrl, check_storage, open_storage
 
 __all__ = [

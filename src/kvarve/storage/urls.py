@@ -20,9 +20,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvarve.errors import ConfigError, KvarveError, StorageError
 from kvarve.pages.sizes import parse_size
+from kvarve.storage._breaker import Breaker
+from kvarve.storage._tiers import Tiers
 from kvarve.storage.base import ANY_NAME, Around, Damaged, Storage
-from kvarve.storage.breaker import Breaker
-from kvarve.storage.tiers import Tiers
 from kvarve.system.regions import HostRegion
 
 log = logging.getLogger(__name__)

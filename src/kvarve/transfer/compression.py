@@ -20,7 +20,7 @@ from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.storage.base import Around, check_batch, check_pieces
 from kvarve.storage.urls import StorageUrl
-from kvarve.transfer.buffers import Buffers
+from kvarve.transfer._buffers import Buffers
 
 log = logging.getLogger(__name__)
 

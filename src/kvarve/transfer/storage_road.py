@@ -26,7 +26,7 @@ from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.pages.keys import object_name
 from kvarve.storage import Breaker, StorageUsage, Tiers
-from kvarve.transfer.buffers import Buffers
+from kvarve.transfer._buffers import Buffers
 from kvarve.transfer.lanes import Ends, Lane, Outcome
 from kvarve.transfer.storage_connection import StorageConnection
 

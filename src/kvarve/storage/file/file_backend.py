@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kvarve.errors import ConfigError
 from kvarve.storage.base import Storage
+from kvarve.storage.file._index import DEFAULT_THREADS, check_limits
 from kvarve.storage.file.file_storage import FileStorage
 from kvarve.storage.file.folder import Wanted, check_folder, checked_path
-from kvarve.storage.file.index import DEFAULT_THREADS, check_limits
 from kvarve.storage.urls import Backend, StorageUrl
 
 

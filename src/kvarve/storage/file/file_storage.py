@@ -25,6 +25,10 @@ from operator import not_
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, in_group
+from kvarve.storage.file._index import DEFAULT_THREADS, Index, Limits, Put, check_limits
+from kvarve.storage.file._slab_allocator import AT_ONCE, SlabAllocator
+from kvarve.storage.file._slabs import Mover, RowAddress, RowSpan, Slab
+from kvarve.storage.file._table import STORED
 from kvarve.storage.file.disk import FULL, Disk
 from kvarve.storage.file.folder import (
     Folder,
@@ -37,10 +41,6 @@ from kvarve.storage.file.folder import (
     spare_bytes,
     tries,
 )
-from kvarve.storage.file.index import DEFAULT_THREADS, Index, Limits, Put, check_limits
-from kvarve.storage.file.slab_allocator import AT_ONCE, SlabAllocator
-from kvarve.storage.file.slabs import Mover, RowAddress, RowSpan, Slab
-from kvarve.storage.file.table import STORED
 
 log = logging.getLogger(__name__)
 

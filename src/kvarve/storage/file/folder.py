@@ -29,10 +29,8 @@ from pathlib import Path
 from kvarve.errors import ConfigError, StorageError
 from kvarve.pages.sizes import format_size
 from kvarve.storage.base import LABEL_MAX_BYTES, Damaged, check_owner, check_settings
-from kvarve.storage.file.clock import CLOCK
-from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection
-from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
-from kvarve.storage.file.processes import (
+from kvarve.storage.file._clock import CLOCK
+from kvarve.storage.file._processes import (
     PROCESSES,
     is_locked,
     leave,
@@ -42,7 +40,9 @@ from kvarve.storage.file.processes import (
     seen,
     take,
 )
-from kvarve.storage.file.table import ENTRY_BYTES, FORMAT, SLAB_BYTES, owner_of, read_header
+from kvarve.storage.file._table import ENTRY_BYTES, FORMAT, SLAB_BYTES, owner_of, read_header
+from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection
+from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from kvarve.storage.base import group_of
-from kvarve.storage.file.clock import CLOCK, read_clock
+from kvarve.storage.file._clock import CLOCK, read_clock
+from kvarve.storage.file._processes import is_in_use
+from kvarve.storage.file._slabs import Broken, RowSpan, Slab, states_of, without_tables
+from kvarve.storage.file._table import BROKEN, STORED, owner_of, times
 from kvarve.storage.file.disk import Directory, Disk, NotOurs
 from kvarve.storage.file.file_storage import FileStorage
 from kvarve.storage.file.folder import (
@@ -35,9 +38,6 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
-from kvarve.storage.file.processes import is_in_use
-from kvarve.storage.file.slabs import Broken, RowSpan, Slab, states_of, without_tables
-from kvarve.storage.file.table import BROKEN, STORED, owner_of, times
 
 _AS_LARGE_AS_IT_IS = 1 << 62
 _LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing

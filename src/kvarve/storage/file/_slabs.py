@@ -20,9 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned
-from kvarve.storage.file.folder import TABLE, slab_name, slab_numbers
-from kvarve.storage.file.table import (
+from kvarve.storage.file._table import (
     BROKEN,
     DUPLICATE,
     ENTRY_BYTES,
@@ -42,6 +40,8 @@ from kvarve.storage.file.table import (
     read_header,
     write_entries,
 )
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned
+from kvarve.storage.file.folder import TABLE, slab_name, slab_numbers
 from kvarve.system.background import WorkerPool
 
 log = logging.getLogger(__name__)

@@ -18,12 +18,23 @@ import numpy as np
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import group_of
-from kvarve.storage.file.change_file import Changes
-from kvarve.storage.file.clock import CLOCK, Clock
-from kvarve.storage.file.eviction_queue import ORDERS
+from kvarve.storage.file._change_file import Changes
+from kvarve.storage.file._clock import CLOCK, Clock
+from kvarve.storage.file._eviction_queue import ORDERS
+from kvarve.storage.file._slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink, without_tables
+from kvarve.storage.file._table import (
+    BROKEN,
+    DUPLICATE,
+    FREE,
+    RESERVED,
+    RETIRED,
+    STORED,
+    Columns,
+    Rows,
+    owner_of,
+    times,
+)
 from kvarve.storage.file.folder import CHANGES, Folder, slab_name, slab_numbers
-from kvarve.storage.file.slabs import STRIPES, Broken, RowAddress, Slab, states_of, unlink, without_tables
-from kvarve.storage.file.table import BROKEN, DUPLICATE, FREE, RESERVED, RETIRED, STORED, Columns, Rows, owner_of, times
 
 log = logging.getLogger(__name__)
 

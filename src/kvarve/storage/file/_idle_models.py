@@ -16,9 +16,14 @@ from threading import Lock
 import numpy as np
 
 from kvarve.errors import StorageError
-from kvarve.storage.file.clock import read_clock
+from kvarve.storage.file._clock import read_clock
+from kvarve.storage.file._eviction_queue import LastUse
+from kvarve.storage.file._index import Index, Limits
+from kvarve.storage.file._moving import rescue
+from kvarve.storage.file._processes import is_in_use
+from kvarve.storage.file._slabs import Broken, Slab, unlink
+from kvarve.storage.file._table import STORED, owner_of, times
 from kvarve.storage.file.disk import Directory, NotOurs
-from kvarve.storage.file.eviction_queue import LastUse
 from kvarve.storage.file.folder import (
     TABLE,
     Folder,
@@ -31,11 +36,6 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
-from kvarve.storage.file.index import Index, Limits
-from kvarve.storage.file.moving import rescue
-from kvarve.storage.file.processes import is_in_use
-from kvarve.storage.file.slabs import Broken, Slab, unlink
-from kvarve.storage.file.table import STORED, owner_of, times
 
 log = logging.getLogger(__name__)
 

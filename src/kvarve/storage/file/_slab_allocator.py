@@ -17,14 +17,14 @@ import numpy as np
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import group_of
+from kvarve.storage.file._eviction_queue import EvictionQueue, LastUse, coldest
+from kvarve.storage.file._idle_models import IdleModels, Offer, chosen
+from kvarve.storage.file._index import SECOND_NS, Index, Put, number_of
+from kvarve.storage.file._moving import rescue
+from kvarve.storage.file._slabs import Broken, RowAddress, Slab, unlink
+from kvarve.storage.file._table import MOST_USES, STORED, Shape, slot_bytes_for
 from kvarve.storage.file.disk import FULL, NotOurs
-from kvarve.storage.file.eviction_queue import EvictionQueue, LastUse, coldest
 from kvarve.storage.file.folder import LINE_BYTES, SLABS, slab_name, slab_numbers, spare_bytes
-from kvarve.storage.file.idle_models import IdleModels, Offer, chosen
-from kvarve.storage.file.index import SECOND_NS, Index, Put, number_of
-from kvarve.storage.file.moving import rescue
-from kvarve.storage.file.slabs import Broken, RowAddress, Slab, unlink
-from kvarve.storage.file.table import MOST_USES, STORED, Shape, slot_bytes_for
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_settings
-from kvarve.storage.mooncake.client import ALREADY_THERE, DAMAGED, HELD, INVALID, MISSING, NO_ROOM, Client, Settings
+from kvarve.storage.mooncake._client import ALREADY_THERE, DAMAGED, HELD, INVALID, MISSING, NO_ROOM, Client, Settings
 from kvarve.system.regions import HostRegion, address
 
 # Objects per call into the library: enough to spread the cost of a call, and few enough that all its transfers end

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from kvarve.errors import StorageError
+from kvarve.storage.file._slabs import STRIPES, write_all
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.folder import LINE_BYTES, SLABS, tries
-from kvarve.storage.file.slabs import STRIPES, write_all
 
 _WORDS = 1 + STRIPES
 assert LINE_BYTES == 8 * _WORDS

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvarve.storage.file.slabs import Slab
-from kvarve.storage.file.table import STORED, Rows
+from kvarve.storage.file._slabs import Slab
+from kvarve.storage.file._table import STORED, Rows
 
 # Objects never used again are evicted first while they are more than this share (the small queue of S3-FIFO).
 _PROBATION = 0.1

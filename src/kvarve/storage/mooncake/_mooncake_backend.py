@@ -13,8 +13,8 @@ from pathlib import Path
 from kvarve.errors import ConfigError
 from kvarve.pages.sizes import parse_size
 from kvarve.storage.base import Storage, check_settings
-from kvarve.storage.mooncake.client import Settings, load
-from kvarve.storage.mooncake.mooncake_storage import MooncakeStorage
+from kvarve.storage.mooncake._client import Settings, load
+from kvarve.storage.mooncake._mooncake_storage import MooncakeStorage
 from kvarve.storage.urls import Backend, StorageUrl, host_and_port
 
 DEFAULT_PORT, METRICS_PORT = 50051, 9003  # of mooncake_master

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvarve.errors import StorageError
-from kvarve.storage.file.eviction_queue import ORDERS
-from kvarve.storage.file.index import Index
-from kvarve.storage.file.slabs import RowAddress, RowSpan, Slab, blocks
-from kvarve.storage.file.table import FREE, STORED
+from kvarve.storage.file._eviction_queue import ORDERS
+from kvarve.storage.file._index import Index
+from kvarve.storage.file._slabs import RowAddress, RowSpan, Slab, blocks
+from kvarve.storage.file._table import FREE, STORED
 
 log = logging.getLogger(__name__)
 

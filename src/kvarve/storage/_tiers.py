@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvarve.errors import StorageError
+from kvarve.storage._breaker import Breaker
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, in_group
-from kvarve.storage.breaker import Breaker
 from kvarve.system.background import BackgroundCall, WorkerPool
 from kvarve.system.regions import HostRegion
 
