@@ -19,8 +19,7 @@ import residency
 from kvarve import metrics
 from kvarve.core.copies import in_flight
 from kvarve.core.lease import MOVES, Cause, Phase
-from kvarve.core.observe.histograms import Histogram
-from kvarve.core.observe.levels import Ages
+from kvarve.core.observe.histograms import Ages, Histogram
 from kvarve.core.observe.reasons import Reason
 from kvarve.core.tree.tree import Run
 from kvarve.metrics import Snapshot

@@ -4,7 +4,7 @@ import pytest
 
 from kvarve.core.copies.dirty import BUSY_S, LOOK_AGAIN_S, RETRY_BUDGET
 from kvarve.core.copies.effects import Copy
-from kvarve.core.copies.storage_state import BACK_OFF_S, MAX_BACK_OFF_S
+from kvarve.core.copies.limits import BACK_OFF_S, MAX_BACK_OFF_S
 from kvarve.core.lease import Phase
 from kvarve.pages.keys import KEY_BYTES, names, pack, root_key
 from kvarve.pages.pools import PoolSpec, Tier

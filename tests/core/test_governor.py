@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from kvarve.core.copies.governor import SAMPLE, SAMPLED_PAGES, Governor
+from kvarve.core.copies.limits import SAMPLE, SAMPLED_PAGES, Governor
 from kvarve.core.tree.tree import Root, Run
 from kvarve.pages.keys import TOKEN_BYTES, pack
 

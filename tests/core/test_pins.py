@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.core.tree.pins import Pins
+from kvarve.core.tree.tree import Pins
 from kvarve.pages.boundaries import members, of
 
 POSITIONS = 24

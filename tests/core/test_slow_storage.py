@@ -7,7 +7,7 @@ import pytest
 from kvarve.core.copies.dirty import QUARANTINE_S, RETRY_BUDGET
 from kvarve.core.copies.effects import Refusal
 from kvarve.core.copies.in_flight import STORE
-from kvarve.core.copies.storage_state import MAX_BACK_OFF_S
+from kvarve.core.copies.limits import MAX_BACK_OFF_S
 from kvarve.core.policies import WritePolicy
 from kvarve.pages.keys import pack
 from kvarve.pages.pools import Tier

@@ -5,7 +5,7 @@ from flights import copies, fetching
 
 from kvarve.core.copies.dirty import RETRY_BUDGET
 from kvarve.core.copies.effects import Probe
-from kvarve.core.copies.governor import SAMPLE
+from kvarve.core.copies.limits import SAMPLE
 from kvarve.core.policies import WAIT_COMPLETE, WritePolicy
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvarve.core.observe.histograms import Histogram
-from kvarve.core.observe.levels import Ages
+from kvarve.core.observe.histograms import Ages, Histogram
 from kvarve.core.observe.reasons import Reason
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.storage import StorageUsage

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from kvarve.core.cache import Core
 from kvarve.core.lease import WAITS_FOR, Phase
-from kvarve.core.tree.pins import Pins
-from kvarve.core.tree.tree import NOWHERE, Run
+from kvarve.core.tree.tree import NOWHERE, Pins, Run
 from kvarve.pages.pools import Tier
 
 

@@ -17,8 +17,8 @@ from kvarve.core.copies.effects import Began, Effect, Ended, Event, Verified
 from kvarve.core.copies.in_flight import FETCH, LOAD, PROBE, STORE, Op
 from kvarve.core.core_config import CoreConfig
 from kvarve.core.lease import PLAIN, WAITS_FOR, Ask, Cause, Lease, Phase, Prompt
+from kvarve.core.observe.histograms import Ages
 from kvarve.core.observe.hot import Hot, HotPrefix
-from kvarve.core.observe.levels import Ages
 from kvarve.core.observe.page_events import PageEvents
 from kvarve.core.observe.reasons import Reason, explain
 from kvarve.core.policies import WritePolicy

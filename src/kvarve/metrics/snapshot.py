@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvarve.core.observe.histograms import Histogram
-from kvarve.core.observe.levels import Ages
+from kvarve.core.observe.histograms import Ages, Histogram
 from kvarve.core.observe.reasons import HITS, Reason
 from kvarve.storage.base import StorageUsage
 from kvarve.transfer.flows import Flow

@@ -9,10 +9,8 @@ from itertools import islice
 
 from kvarve.core.context import Context
 from kvarve.core.copies.dirty import LOOK, RETRY_BUDGET, Dirty
-from kvarve.core.copies.governor import Governor
-from kvarve.core.copies.host_share import HostShare
 from kvarve.core.copies.in_flight import BACKUP, STORE, Copies, Edge, Op, Part, PartOutcome
-from kvarve.core.copies.storage_state import StorageState
+from kvarve.core.copies.limits import Governor, HostShare, StorageState
 from kvarve.core.core_config import HORIZON_HOSTS
 from kvarve.core.policies import WritePolicy
 from kvarve.core.slots.eviction import Evictions

@@ -10,8 +10,7 @@ from itertools import islice
 
 from kvarve.core.context import Context
 from kvarve.core.copies.effects import Refusal
-from kvarve.core.copies.governor import Governor
-from kvarve.core.copies.storage_state import StorageState
+from kvarve.core.copies.limits import Governor, StorageState
 from kvarve.core.policies import WritePolicy
 from kvarve.core.slots.slot_pools import SlotPools
 from kvarve.core.tree.tree import Run

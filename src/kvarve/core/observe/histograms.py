@@ -1,11 +1,14 @@
-"""Numbers that are observed where something happens: histograms and rates. They know no clock and no metric's name.
+"""Figures for people, by which nothing is decided: histograms, rates, and how long things take in memory.
 
 One thread observes, any thread reads.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
+
+from kvarve.core.tree.tree import Run
 
 # Upper bounds. A warm prompt takes milliseconds on a small model, a cold long one minutes.
 LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -59,3 +62,28 @@ class Rate:
 
     def per_second(self, now: float) -> float:
         return self.total(now) / self.SECONDS
+
+
+class Ages:
+    """Times by the clock that the ranks agree on."""
+
+    def __init__(self, pools: int, tiers: int, now: Callable[[], float]) -> None:
+        self._pools, self._now = pools, now
+        # By memory tier: from the arrival there of a page, or of its run's first one, until it left; and from its last
+        # use until then.
+        self.lifetime_s = [Histogram(AGE_S) for _ in range(tiers)]
+        self.idle_s = [Histogram(AGE_S) for _ in range(tiers)]
+        self.reuse_s = Histogram(AGE_S)  # from the last use of a prefix to the next request for it
+        self.storage_wait_s = Histogram(LATENCY_S)  # from a request's question to storage until it waits no longer
+
+    def left(self, run: Run, place: int, local: int) -> None:
+        tier, pages, now = place // self._pools, local.bit_count(), self._now()
+        self.lifetime_s[tier].observe(now - run.came_s[place], pages)
+        self.idle_s[tier].observe(now - run.used_s, pages)
+
+    def asked(self, tail: Run) -> None:
+        if tail.tokens:
+            self.reuse_s.observe(self._now() - tail.used_s)
+
+    def waited(self, seconds: float) -> None:
+        self.storage_wait_s.observe(seconds)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from kvarve.core.context import Context
-from kvarve.core.copies.storage_state import StorageState
+from kvarve.core.copies.limits import StorageState
 from kvarve.core.slots.slot_pools import SlotPools
 from kvarve.core.tree.prefix_tree import PrefixTree
 from kvarve.core.tree.tree import Run

@@ -22,9 +22,8 @@ from kvarve.cache.scheduler import Prompt
 from kvarve.core.lease import Lease
 from kvarve.pages.ticket import Ticket
 from kvarve.reference.engine.batch import Batch, Together, by_length, spare_tokens, together
-from kvarve.reference.engine.counts import EngineCounts
 from kvarve.reference.engine.inputs import Input, decode, encode
-from kvarve.reference.engine.job import Job, find_stop, held_back
+from kvarve.reference.engine.job import EngineCounts, Job, find_stop, held_back
 from kvarve.reference.engine.model import LoadedModel, forward
 from kvarve.reference.engine.paging import GROW_WAIT_S, PagedWorkspace, room_comes
 from kvarve.reference.engine.request_scheduler import Scheduler, within

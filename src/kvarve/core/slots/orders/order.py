@@ -115,3 +115,29 @@ class Ranked(Order):
 
     def runs(self) -> list[Run]:
         return [run for _, _, run in self._heap]
+
+
+class Lru(Ranked):
+    """Least recently used goes first."""
+
+    def rank(self, run: Run) -> int:
+        return run.used
+
+    def worth(self, run: Run) -> float:
+        return self.context.last_use(run)
+
+
+class Lfu(Ranked):
+    """Least frequently used goes first; among equals, least recently used."""
+
+    counts_uses = True
+
+    def rank(self, run: Run) -> tuple[int, int]:
+        return run.uses, run.used
+
+
+class Priority(Ranked):
+    """Pages that only requests of low priority used go first; among equals, least recently used."""
+
+    def rank(self, run: Run) -> tuple[int, int]:
+        return run.priority, run.used
