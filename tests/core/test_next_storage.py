@@ -74,10 +74,11 @@ def test_evictions_do_not_wait_for_a_copy_to_a_storage_that_is_gone() -> None:
     world.step([world.end(op) for op in [*world.flying]])
     world.flush(Tier.HOST)
     assert [op.edge for op in world.core.copies.ops.values() if op.leaving] == [STORE]
-    for op in [*world.flying]:
-        world.lose(op)
+    stores = [*world.flying]
     world.detach()
     assert not world.core.backups.leaving()
+    world.step([world.end(op) for op in stores])
+    assert world.resident(Tier.HOST) == 4, "its copy is nowhere that a fetch would look"
 
 
 def test_a_storage_that_is_down_and_up_again_holds_no_more_of_the_host_than_its_share() -> None:
