@@ -35,10 +35,10 @@ from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.copies.effects import Copy, Ended, Page
 from kvarve.core.policies import Policies
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.encodings import codec, decode, encode
-from kvarve.memory.record import BLOCK_BYTES
 from kvarve.pages.keys import parse_object_name
 from kvarve.pages.pools import PoolSpec, Tier
+from kvarve.records.encodings import codec, decode, encode
+from kvarve.records.record import BLOCK_BYTES
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.model import load_model, quiet_libraries
 from kvarve.storage import MemoryStorage, Storage, open_storage

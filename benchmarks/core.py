@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 
 from common import arguments, machine, show, watched, write_json
-from kvarve.core.cache import Core
 from kvarve.core.copies.effects import Copy, Ended, Probe
+from kvarve.core.core import Core
 from kvarve.core.core_config import CoreConfig, Slots
 from kvarve.core.lease import Ask, Lease, Prompt
 from kvarve.core.slots.extents import Cut

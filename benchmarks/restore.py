@@ -30,8 +30,8 @@ from kvarve.cache.config import CacheConfig
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import Policies
-from kvarve.memory.record import record_bytes
 from kvarve.pages.pools import Tier
+from kvarve.records.record import record_bytes
 from kvarve.storage import FileStorage, Storage
 from kvarve.storage.base import Around
 from pretend import IDENTITY, KV, PAGE_TOKENS, PATIENCE_S, STATE, until

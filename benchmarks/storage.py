@@ -39,8 +39,8 @@ import numpy as np
 import torch
 
 from common import arguments, machine, show, watched, write_json
-from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, Stamp
-from kvarve.memory.seals import CHECKSUM, KEY_BYTES, Seal, Tag
+from kvarve.records.record import BLOCK_BYTES, HEADER_BYTES, Stamp
+from kvarve.records.seals import CHECKSUM, KEY_BYTES, Seal, Tag
 from kvarve.storage import FileStorage
 from kvarve.transfer.lanes import TOGETHER
 from kvarve.transfer.storage_connection import WORKERS

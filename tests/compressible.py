@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
-from kvarve.memory.seals import CHECKSUM, Seal
+from kvarve.records.record import HEADER_BYTES, Stamp, record_bytes
+from kvarve.records.seals import CHECKSUM, Seal
 
 MODEL = b"m" * 32
 

@@ -15,9 +15,9 @@ from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cache.worker import check
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
-from kvarve.memory.record import record_bytes
 from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec, Tier
 from kvarve.pages.sizes import parse_size
+from kvarve.records.record import record_bytes
 from kvarve.storage import MemoryStorage
 
 ATTENTION = PoolSpec("attention", (BufferSpec("k", (64, 100), "float32"),), None)

@@ -13,7 +13,12 @@ SOURCE = Path(__file__).parent.parent / "src" / "kvarve"
 
 FLOORS = (
     {"errors"},
-    {"pages", "system", "reports"},  # what a page is; what any process has; what commands print
+    {
+        "pages",
+        "records",
+        "system",
+        "reports",
+    },  # a page, also as bytes; any process; what is printed
     {"core", "settings"},
     {"memory", "storage"},
     {"transfer", "ranks"},
@@ -33,8 +38,6 @@ APART = {"memory": {"core"}, "storage": {"core"}, "settings": {"core"}, "metrics
 
 # A scheduler may live where no tensor is: it and what it imports know no memory, lane or storage, and read no clock.
 DECIDES = {f"cache/{each}.py" for each in ("scheduler", "messages", "config")} | {"ranks/agreement.py"}
-# How large records are and how they lie is part of the settings; arenas are not.
-SIZES = {"kvarve.memory.record", "kvarve.memory.layouts"}
 
 PURE = ("pages", "core", "errors")
 NOT_PURE = {"time", "threading", "socket", "logging", "random", "os", "torch", "asyncio", "subprocess", "secrets"}
@@ -113,6 +116,24 @@ def test_no_two_files_have_one_name() -> None:
     assert {name for name, count in names.items() if count > 1} <= {"__init__.py", "__main__.py"}
 
 
+def test_private_modules_are_imported_by_their_neighbours_alone() -> None:
+    """In storage, memory and transfer a module begins with an underscore that only its own folder imports."""
+    importers: dict[str, set[str]] = {}
+    for name, names in modules().items():
+        for each in names:
+            importers.setdefault(each.removeprefix("kvarve.").replace(".", "/"), set()).add(str(Path(name).parent))
+    wrong = {
+        name
+        for name in map(Path, modules())
+        if name.parts[0] in ("storage", "memory", "transfer") and not name.name.startswith("__")
+        if name.name.startswith("_")
+        is any(  # a folder's subfolders are of it
+            not Path(other).is_relative_to(name.parent) for other in importers.get(str(name.with_suffix("")), ())
+        )
+    }
+    assert not wrong
+
+
 def test_words_and_core_are_pure() -> None:
     def wrong(name: str, _: set[str], roots: set[str]) -> object:
         return top(name) in PURE and roots & (NOT_PURE | {"numpy"} - NUMPY_IN.get(name, set()))
@@ -124,8 +145,7 @@ def test_what_decides_knows_no_tensor_thread_or_file() -> None:
     def wrong(name: str, names: set[str], roots: set[str]) -> object:
         if name not in DECIDES:
             return None
-        memory = {each for each in names if each.startswith("kvarve.memory")}
-        return roots & NOT_PURE - {"logging"} | inside(names) & {"transfer", "storage"} | memory - SIZES
+        return roots & NOT_PURE - {"logging"} | inside(names) & {"memory", "transfer", "storage"}
 
     assert not breaches(wrong)
 

@@ -21,7 +21,7 @@ import kvarve.reference.verify.prover
 import kvarve.reference.verify.watched
 from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cli.main import main
-from kvarve.core.cache import Core
+from kvarve.core.core import Core
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.requests.paths import Paths
 from kvarve.pages import boundaries
@@ -182,7 +182,7 @@ def the_pages_are_not_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_checked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kvarve.memory.record.Stamp.intact", lambda *_: True)
+    patch.setattr("kvarve.records.record.Stamp.intact", lambda *_: True)
 
 
 def a_bad_page_stays_in_storage(patch: pytest.MonkeyPatch) -> None:

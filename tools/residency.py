@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kvarve.core.cache import Core
 from kvarve.core.copies.backups import Backups
 from kvarve.core.copies.in_flight import BACKUP, Op, PartOutcome
+from kvarve.core.core import Core
 from kvarve.core.requests.growth import Growth
 from kvarve.core.requests.prefetch import Prefetch
 from kvarve.core.requests.resume import Resumption

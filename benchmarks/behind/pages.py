@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvarve.memory.record import HEADER_BYTES, Stamp
+from kvarve.records.record import HEADER_BYTES, Stamp
 
 MIB = 1 << 20
 BATCH = 32

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvarve.cache.prefix_cache import PrefixCache
     from kvarve.cache.scheduler import CacheScheduler, Prompt
     from kvarve.cache.worker import CacheWorker
-    from kvarve.core.cache import Hit
+    from kvarve.core.core import Hit
     from kvarve.core.lease import Lease
     from kvarve.core.policies import Policies
     from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec, Tier, window_lookback
@@ -86,7 +86,7 @@ _MODULES = {
     "CacheConfig": "kvarve.cache.config",
     "CacheScheduler": "kvarve.cache.scheduler",
     "CacheWorker": "kvarve.cache.worker",
-    "Hit": "kvarve.core.cache",
+    "Hit": "kvarve.core.core",
     "Lease": "kvarve.core.lease",
     "ModelIdentity": "kvarve.pages.pools",
     "Policies": "kvarve.core.policies",

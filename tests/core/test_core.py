@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from flights import fetching
 
-from kvarve.core.cache import Core
+from kvarve.core.core import Core
 from kvarve.core.core_config import CoreConfig
 from kvarve.core.lease import Phase
 from kvarve.core.policies import WAIT_COMPLETE

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvarve.core.cache import Core
+from kvarve.core.core import Core
 from kvarve.pages.boundaries import members, of, spans
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, extend, heads, pack
 from kvarve.pages.pools import Tier

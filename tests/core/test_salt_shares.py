@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from kvarve.core.cache import Core
+from kvarve.core.core import Core
 from kvarve.core.core_config import CoreConfig
 from kvarve.core.lease import Lease, Prompt
 from kvarve.core.slots.shares import SaltShares

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.core.cache import Core
+from kvarve.core.core import Core
 from kvarve.core.policies import Snapshots
 from kvarve.pages.boundaries import members, of
 from kvarve.pages.pools import Tier

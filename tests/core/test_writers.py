@@ -24,7 +24,7 @@ RUN = {
 }
 LEASE = {
     "lease.py": "number root tokens heads named page_tokens length limit patience priority reads again expected phase",
-    "cache.py": "outside claimed",
+    "core.py": "outside claimed",
     "copies/in_flight.py": "ops asked bad",
     "requests/paths.py": "run held prefix_pins tiers",
     "requests/prefetch.py": "promised deadline wait_s begun latest asked_s looked_s asked_again expected_until awaited "

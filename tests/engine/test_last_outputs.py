@@ -83,7 +83,7 @@ def test_a_call_of_the_cache_that_fails_stops_the_engine_and_each_request_gets_o
     cache, scheduler = engine.cache, engine.cache.scheduler
     owner = next(each for each in (cache, scheduler, scheduler.core, scheduler.core.growth) if hasattr(each, name))
     kind = AssertionError if at else KeyError  # whatever it is
-    calls = failing(monkeypatch, owner, name, at, kind, module="kvarve.core.cache")
+    calls = failing(monkeypatch, owner, name, at, kind, module="kvarve.core.core")
     requests = served(engine)
     engine._thread.join(LONG_S)
     assert calls[0] > at, "it was never called"
@@ -213,7 +213,7 @@ def test_a_failed_assertion_in_a_call_from_another_thread_stops_the_engine_too(m
 
 def test_a_bug_of_the_cache_in_a_flush_stops_the_engine(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
-    failing(monkeypatch, engine.cache.scheduler.core, "flush", 0, KeyError, module="kvarve.core.cache")
+    failing(monkeypatch, engine.cache.scheduler.core, "flush", 0, KeyError, module="kvarve.core.core")
     with pytest.raises(Broken, match="flush fails"):
         engine.flush()
     engine._thread.join(LONG_S)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.record import HEADER_BYTES
 from kvarve.pages.pools import BUFFER_ALIGNMENT, BufferSpec, PoolSpec
+from kvarve.records.record import HEADER_BYTES
 
 NAMESPACE = b"m" * 32
 SHAPES = [(1,), (3, 5), (2, 1, 7), (70,)]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from compressible import a_record, key, numbers
 from kvarve.errors import ConfigError
-from kvarve.memory.encodings import Broken, codec, decode, encode, expanded, plain_bytes
-from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, record_bytes, whole
+from kvarve.records.encodings import Broken, codec, decode, encode, expanded, plain_bytes
+from kvarve.records.record import BLOCK_BYTES, HEADER_BYTES, record_bytes, whole
 
 pytest.importorskip("zstandard")
 pytest.importorskip("lz4")
@@ -223,7 +223,7 @@ def test_a_frame_of_zstd_that_hides_its_length_or_another_one_is_broken() -> Non
 BOMB = """
 import resource, struct, sys
 import zstandard
-from kvarve.memory.encodings import Broken, codec
+from kvarve.records.encodings import Broken, codec
 using = codec("zstd")
 payload = zstandard.ZstdCompressor(level=19).compress(bytes(10_000))
 magic, blocks = payload[:4], payload[7:]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvarve.memory._parts import Parts
-from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.pages.pools import BufferSpec, HeadGroups, ModelIdentity, PoolSpec
+from kvarve.records.record import HEADER_BYTES, Stamp, record_bytes
 
 NAMESPACE, ROOT, KEY = b"n" * 32, b"r" * 32, b"\x05" * 32
 # A layer's keys of eight heads, and a convolution's channels: of eight queries, keys (two each) and values (three).

@@ -5,8 +5,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvarve.memory.record import BLOCK_BYTES, FORMAT, HEADER, HEADER_BYTES, Stamp, record_bytes, title, whole
 from kvarve.pages.pools import BUFFER_ALIGNMENT
+from kvarve.records.record import BLOCK_BYTES, FORMAT, HEADER, HEADER_BYTES, Stamp, record_bytes, title, whole
 
 NAMESPACE, KEY, PAYLOAD = b"m" * 32, bytes(range(32)), bytes(range(1, 101))
 STAMP = Stamp(NAMESPACE, "attention", len(PAYLOAD), rank=2, ranks=8)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvarve.errors import ConfigError
-from kvarve.memory.record import HEADER_BYTES, Stamp, is_keyed, record_bytes, whole
-from kvarve.memory.seals import CHECK_BYTES, CHECKSUM, Tag, seal_of
+from kvarve.records.record import HEADER_BYTES, Stamp, is_keyed, record_bytes, whole
+from kvarve.records.seals import CHECK_BYTES, CHECKSUM, Tag, seal_of
 
 pytest.importorskip("cryptography")
 

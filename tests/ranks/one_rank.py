@@ -10,10 +10,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 from filling import Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
 from kvarve.cache.prefix_cache import PrefixCache
-from kvarve.memory.record import HEADER_BYTES
 from kvarve.pages.keys import object_name
 from kvarve.ranks.group import Group
 from kvarve.ranks.star import Listener, Star, alike, connect
+from kvarve.records.record import HEADER_BYTES
 
 DEADLINE_S = 60.0
 

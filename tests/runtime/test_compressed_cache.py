@@ -20,8 +20,8 @@ from kvarve.cache.config import CacheConfig
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cli.main import main
 from kvarve.errors import ConfigError
-from kvarve.memory.encodings import codec, plain_bytes
 from kvarve.pages.pools import BufferSpec, PoolSpec
+from kvarve.records.encodings import codec, plain_bytes
 from kvarve.storage import MemoryStorage
 from kvarve.storage._memory_storage import forget_memory
 

@@ -6,7 +6,7 @@ import pytest
 from filling import CHUNK, PAGE, POOLS, Clock, Request, a_config, a_store, an_identity, nothing_is_left, prompt
 
 from kvarve.cache.prefix_cache import PrefixCache
-from kvarve.memory.record import record_bytes
+from kvarve.records.record import record_bytes
 from kvarve.testing import Rule
 
 RULES = (

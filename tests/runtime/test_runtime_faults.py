@@ -27,8 +27,8 @@ from filling import (
 )
 
 from kvarve.cache.prefix_cache import PrefixCache
-from kvarve.memory.record import HEADER_BYTES
 from kvarve.pages.pools import PoolSpec, Tier
+from kvarve.records.record import HEADER_BYTES
 
 # --- faults
 

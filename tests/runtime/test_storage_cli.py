@@ -16,9 +16,9 @@ from filling import a_config, an_identity, prompt, run, settle
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cli.main import main
-from kvarve.memory.record import HEADER_BYTES
 from kvarve.pages.keys import group_name, root_key
 from kvarve.pages.pools import ModelIdentity
+from kvarve.records.record import HEADER_BYTES
 from kvarve.storage import FileStorage
 from kvarve.storage.file import maintenance
 from kvarve.storage.file.disk import Disk

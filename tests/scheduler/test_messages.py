@@ -10,8 +10,8 @@ from wire import MESSAGES, PLAIN, SETTINGS, VALUES, PlainReader
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
 from kvarve.cache.scheduler import Prompt
-from kvarve.core.cache import Hit
 from kvarve.core.copies.effects import Began, Copy, Ended, Hurry, Page, Probe, Refusal, Release, Verified, canonical
+from kvarve.core.core import Hit
 from kvarve.core.core_config import Counters
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.observe.headroom import Demand

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, NamedTuple
 from kvarve.cache import messages
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.scheduler import Prompt
-from kvarve.core.cache import Hit
 from kvarve.core.copies import effects
+from kvarve.core.core import Hit
 from kvarve.core.core_config import Counters
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.observe.headroom import Demand

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-from kvarve.core.cache import Core
+from kvarve.core.core import Core
 from kvarve.core.lease import Phase
 from kvarve.core.tree.tree import Run
 from kvarve.pages.pools import Tier

@@ -11,7 +11,7 @@ from file_disks import total
 from inspect_files import Steps, rows
 
 from disks import WithoutSync
-from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
+from kvarve.records.record import HEADER_BYTES, Stamp, record_bytes
 from kvarve.storage import FileStorage
 from kvarve.storage.file.disk import Directory, Disk
 from kvarve.testing.suite import LABEL

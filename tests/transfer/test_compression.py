@@ -11,10 +11,10 @@ import pytest
 
 from compressible import MODEL, a_record
 from kvarve.errors import ConfigError
-from kvarve.memory import encodings
-from kvarve.memory.encodings import codec
-from kvarve.memory.record import HEADER_BYTES, whole
-from kvarve.memory.seals import Tag
+from kvarve.records import encodings
+from kvarve.records.encodings import codec
+from kvarve.records.record import HEADER_BYTES, whole
+from kvarve.records.seals import Tag
 from kvarve.storage import MemoryStorage, Storage, Tiers, open_storage
 from kvarve.storage._memory_storage import forget_memory
 from kvarve.storage.urls import check_storage

@@ -12,9 +12,9 @@ from kvarve.core.copies.effects import Copy, Ended, Page, Verified
 from kvarve.memory import page_copies
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.fingerprints import Fingerprints
-from kvarve.memory.record import HEADER_BYTES
 from kvarve.pages.keys import object_name
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
+from kvarve.records.record import HEADER_BYTES
 from kvarve.storage import MemoryStorage
 from kvarve.transfer.transfer_engine import TransferEngine
 

@@ -10,9 +10,9 @@ import torch
 from kvarve.core.copies.effects import Copy, Ended, Hurry, Page, Probe, Refusal
 from kvarve.core.core_config import LOAD_DEADLINE_S
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.pages.keys import object_name
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
+from kvarve.records.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.storage import MemoryStorage, Storage
 from kvarve.system.regions import HostRegion
 from kvarve.testing import FaultyStorage, Rule

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from kvarve.core.policies import Policies
 from kvarve.core.slots.extents import Cut, cut
 from kvarve.errors import ConfigError
-from kvarve.memory.record import BLOCK_BYTES, record_bytes
 from kvarve.pages.field_checks import SizeField, require_types
 from kvarve.pages.pools import PoolSpec
 from kvarve.pages.sizes import format_size, parse_size
+from kvarve.records.record import BLOCK_BYTES, record_bytes
 
 SHORTER = 7 / 8  # of the longest prompt: what is worth sharing memory by large extents
 PROMPT_TOKENS = 8192  # assumed length of a prompt, see `spacing`

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.scheduler import CacheScheduler, Prompt, Tokens
 from kvarve.cache.worker import CacheWorker
-from kvarve.core.cache import Hit
+from kvarve.core.core import Hit
 from kvarve.core.lease import Lease
 from kvarve.core.observe.page_events import Told
 from kvarve.core.policies import WritePolicy

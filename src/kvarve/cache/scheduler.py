@@ -18,8 +18,8 @@ import numpy.typing as npt
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.messages import ChangeMade, ChangeProposed, ChangeRefused, Order, Report
 from kvarve.core.audit import audit
-from kvarve.core.cache import Core, Hit
 from kvarve.core.copies.effects import canonical
+from kvarve.core.core import Core, Hit
 from kvarve.core.core_config import CoreConfig, Slots
 from kvarve.core.lease import Ask, Lease
 from kvarve.core.lease import Prompt as CorePrompt

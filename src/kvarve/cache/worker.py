@@ -28,10 +28,10 @@ from kvarve.memory.device_memory import DeviceMemory, driver_of
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.host_memory import HostMemory
 from kvarve.memory.machine import device_bytes, host_bytes, on_host
-from kvarve.memory.record import record_bytes
-from kvarve.memory.seals import seal_of
 from kvarve.pages.pools import ModelIdentity, PoolSpec, Tier
 from kvarve.pages.sizes import format_size
+from kvarve.records.record import record_bytes
+from kvarve.records.seals import seal_of
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage
 from kvarve.storage.urls import allocate, backend_of, only_read, parse_urls
 from kvarve.transfer.compression import Compressed, buffers_bytes, compressing, totals

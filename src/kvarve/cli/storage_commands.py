@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.memory.encodings import Broken, expanded
-from kvarve.memory.record import is_keyed, title, whole
-from kvarve.memory.seals import CHECKSUM, Seal, seal_of
 from kvarve.pages.keys import parse_object_name
 from kvarve.pages.sizes import format_size
+from kvarve.records.encodings import Broken, expanded
+from kvarve.records.record import is_keyed, title, whole
+from kvarve.records.seals import CHECKSUM, Seal, seal_of
 from kvarve.reports import Printer, plain_table
 from kvarve.settings.commands import Drop, Gc, Ls, Maintain, VerifyStored
 from kvarve.storage.file import maintenance

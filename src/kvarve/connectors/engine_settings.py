@@ -1,4 +1,4 @@
-"""What an operator may tell kvarve in an engine's configuration. Knows no engine."""
+"""What an operator may tell kvarve in an engine's configuration. Imports no engine."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

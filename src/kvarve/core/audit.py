@@ -6,7 +6,7 @@ Sets of positions are integers, as in the core, so that the laws can be checked 
 from collections import Counter
 from collections.abc import Iterator
 
-from kvarve.core.cache import Core
+from kvarve.core.core import Core
 from kvarve.core.lease import WAITS_FOR, Phase
 from kvarve.core.tree.tree import NOWHERE, Pins, Run
 from kvarve.pages.pools import Tier

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from kvarve.memory.host_memory import zeros
-from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
-from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.pages.keys import page_name, record_name
 from kvarve.pages.pools import DTYPE_BYTES, BufferSpec, PoolSpec
+from kvarve.records.record import HEADER_BYTES, Stamp, record_bytes
+from kvarve.records.seals import CHECKSUM, Seal
 
 
 class Parts:

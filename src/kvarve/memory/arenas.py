@@ -13,9 +13,9 @@ from kvarve.errors import ConfigError
 from kvarve.memory._parts import Parts
 from kvarve.memory.device_memory import Addresses, DeviceMemory
 from kvarve.memory.host_memory import HostMemory
-from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
-from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.pages.pools import PoolSpec
+from kvarve.records.record import HEADER_BYTES, Stamp, record_bytes
+from kvarve.records.seals import CHECKSUM, Seal
 from kvarve.system.heap import discard
 from kvarve.system.regions import HostRegion
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 from xxhash import xxh3_64_intdigest
 
-from kvarve.memory.seals import Piece
+from kvarve.records.seals import Piece
 
 log = logging.getLogger(__name__)
 

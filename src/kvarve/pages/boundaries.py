@@ -158,6 +158,6 @@ def read_before(boundaries: int, lookback: int) -> int:
 
 
 def resume_at(present: Sequence[int], lookbacks: Sequence[int | None], limit: int, grid: int = 1) -> int:
-    """Boundaries from which every pool may resume: the one function that decides a hit, for every tier."""
+    """Boundaries from which every pool may resume: `legal` for each, `shared` by all, on the grid. For any tier."""
     pools = [legal(pages, lookback, limit) for pages, lookback in zip(present, lookbacks, strict=True)]
     return shared(pools, limit) & multiples(grid, limit)

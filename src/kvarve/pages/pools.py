@@ -166,8 +166,8 @@ def window_lookback(window_tokens: int, page_tokens: int) -> int:
     return max(1, math.ceil((window_tokens - 1) / page_tokens))
 
 
-# How buffers lie in a page, and the format of the record around it (`memory.record`); to be raised whenever a page that
-# is stored would be read otherwise.
+# How buffers lie in a page, and the format of the record around it (`records.record`); to be raised whenever a page
+# that is stored would be read otherwise.
 LAYOUT_FORMAT = "kvarve-page/2"
 
 

@@ -18,17 +18,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvarve.core.cache import Core
 from kvarve.core.copies.effects import Began, Copy, Ended, Event, Hurry, Page, Probe, Transfer
+from kvarve.core.core import Core
 from kvarve.core.lease import Ask, Lease, Prompt
 from kvarve.core.observe.reasons import Reason, explain
 from kvarve.core.policies import WAIT_COMPLETE
-from kvarve.memory.record import record_bytes
 from kvarve.pages.keys import TOKEN_BYTES, bind_to_chunk, object_name, root_key
 from kvarve.pages.pools import PoolSpec, Tier
 from kvarve.planner.routing import PrefixRouter
 from kvarve.planner.simulation_config import SimulationConfig
 from kvarve.planner.traces import Advance, Infinite, Prompts, TraceRequest, has_prompts, read_trace
+from kvarve.records.record import record_bytes
 from kvarve.storage.base import LruIndex
 
 MODEL = b"kvarve-simulate"

@@ -15,11 +15,11 @@ from typing import Any
 
 from kvarve.core.slots.orders import ORDERS
 from kvarve.errors import ConfigError
-from kvarve.memory.record import record_bytes
 from kvarve.pages.sizes import Size
 from kvarve.planner.replayer import replayed
 from kvarve.planner.simulation_config import SimulationConfig
 from kvarve.planner.traces import TraceRequest
+from kvarve.records.record import record_bytes
 
 NEVER = 1 << 62
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of what all pages of a trace take

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvarve.errors import ConfigError
-from kvarve.memory.encodings import Broken, Codec, codec, decode, encode, plain_bytes, pool_of
-from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES
+from kvarve.records.encodings import Broken, Codec, codec, decode, encode, plain_bytes, pool_of
+from kvarve.records.record import BLOCK_BYTES, HEADER_BYTES
 from kvarve.storage import Breaker, Storage, Tiers
 from kvarve.storage.base import Around, check_batch, check_pieces
 from kvarve.storage.urls import StorageUrl

@@ -15,8 +15,8 @@ from math import inf
 from kvarve.core.copies.effects import Refusal
 from kvarve.core.copies.in_flight import FETCH, PROBE, STORE, Edge
 from kvarve.errors import StorageError
-from kvarve.memory.record import whole
-from kvarve.memory.seals import CHECKSUM, Seal
+from kvarve.records.record import whole
+from kvarve.records.seals import CHECKSUM, Seal
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, open_storage
 from kvarve.system.background import Abandoned, BackgroundCall
 from kvarve.transfer.compression import compressing

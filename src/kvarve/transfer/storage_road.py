@@ -22,9 +22,9 @@ from typing import Any, Generic, Literal, TypeVar
 from kvarve.core.copies.effects import Ended, Event, Refusal
 from kvarve.core.copies.in_flight import FETCH, PROBE, STORE, Edge
 from kvarve.errors import StorageError
-from kvarve.memory.record import HEADER_BYTES, Stamp, record_bytes
-from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.pages.keys import object_name
+from kvarve.records.record import HEADER_BYTES, Stamp, record_bytes
+from kvarve.records.seals import CHECKSUM, Seal
 from kvarve.storage import Breaker, StorageUsage, Tiers
 from kvarve.transfer._buffers import Buffers
 from kvarve.transfer.lanes import Ends, Lane, Outcome

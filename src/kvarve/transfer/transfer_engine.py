@@ -19,8 +19,8 @@ from kvarve.memory.arenas import HostArena
 from kvarve.memory.fingerprints import Fingerprints, fingerprint
 from kvarve.memory.host_memory import zeros
 from kvarve.memory.page_copies import Compared, DeviceCopies, NearArena, Sampled
-from kvarve.memory.record import HEADER_BYTES
 from kvarve.pages.pools import Tier
+from kvarve.records.record import HEADER_BYTES
 from kvarve.storage import Storage
 from kvarve.transfer.arrivals import Arrival
 from kvarve.transfer.flows import LANES, Flow

@@ -5,7 +5,7 @@ The account reads from the tree which pages are in memory, and derives what the 
 
 from collections.abc import Iterable
 
-from kvarve.core.cache import Core
+from kvarve.core.core import Core
 from kvarve.core.policies import WritePolicy
 from kvarve.core.tree.tree import Run
 from kvarve.pages.pools import Tier

@@ -12,8 +12,8 @@ from math import inf
 from typing import TypeVar
 
 from kvarve.core.audit import audit
-from kvarve.core.cache import Core
 from kvarve.core.copies.effects import Copy, Ended, Hurry, Probe, Transfer, Verified
+from kvarve.core.core import Core
 from kvarve.core.core_config import CoreConfig
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.observe.reasons import HITS, Reason, explain

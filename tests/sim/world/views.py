@@ -8,8 +8,8 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
-from kvarve.core.cache import Core
 from kvarve.core.copies.in_flight import Op
+from kvarve.core.core import Core
 from kvarve.core.lease import Lease
 from kvarve.core.tree.tree import Run
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from kvarve.connectors.checkpoint import local_files, weights_fingerprint
 from kvarve.connectors.sglang.objects import Objects
 from kvarve.errors import ConfigError
-from kvarve.memory.record import FORMAT
-from kvarve.memory.seals import CHECKSUM, Seal
 from kvarve.pages import boundaries
 from kvarve.pages.keys import KEY_BYTES
+from kvarve.records.record import FORMAT
+from kvarve.records.seals import CHECKSUM, Seal
 from kvarve.transfer.storage_road import Kind
 
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from kvarve.connectors.engine_settings import READ_ALL, HiCacheSettings
 from kvarve.connectors.sglang.hicache import KV, Asked, Identity, Pages, Ranks, checkpoint, copy_from, copy_to, page_key
 from kvarve.connectors.sglang.objects import Objects
 from kvarve.errors import ConfigError
-from kvarve.memory.seals import seal_of
+from kvarve.records.seals import seal_of
 from kvarve.storage.urls import shown
 from kvarve.transfer.storage_connection import open_guarded
 from kvarve.transfer.storage_road import Kind

@@ -4,7 +4,7 @@ An engine with a host tier of its own has rows of equal size in one piece of mem
 scheduler's, which never waits here: `lookup` answers from memory or LATER, `store` and `load` send jobs, and `ended`
 tells which have ended. A job is one or several flights of the storage's road.
 
-A record is a block with the header, then the row (`memory.record`). A store writes both from where they are, and may
+A record is a block with the header, then the row (`records.record`). A store writes both from where they are, and may
 still read a row when it was given up: its header has the check of the bytes that it was to write, so what it stored is
 noticed, and deleted when the call returns.
 """
@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from kvarve.core.copies.in_flight import PROBE
 from kvarve.errors import ConfigError
-from kvarve.memory.record import BLOCK_BYTES, HEADER_BYTES, KEY_BYTES
-from kvarve.memory.seals import CHECKSUM, Seal
+from kvarve.records.record import BLOCK_BYTES, HEADER_BYTES, KEY_BYTES
+from kvarve.records.seals import CHECKSUM, Seal
 from kvarve.storage import Breaker, StorageUsage, Tiers
 from kvarve.transfer.lanes import TOGETHER
 from kvarve.transfer.storage_road import BUFFER_BYTES, Became, Flight, Kind, Move, StorageRoad

@@ -28,7 +28,7 @@ from kvarve.connectors.vllm.chunks import ChunkStore, Found, namespace_of
 from kvarve.connectors.vllm.engine_calls import Around
 from kvarve.connectors.vllm.vllm_identity import Fields, groups_fields, model_digest, plain, weights_of
 from kvarve.errors import ConfigError
-from kvarve.memory.seals import seal_of
+from kvarve.records.seals import seal_of
 from kvarve.storage.urls import shown
 from kvarve.system.background import BackgroundCall
 from kvarve.transfer.storage_connection import CLOSE_S, open_guarded

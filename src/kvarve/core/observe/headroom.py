@@ -6,8 +6,8 @@ A query, built once for many requests: it changes nothing, and its cost grows wi
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvarve.core.cache import Core
 from kvarve.core.copies.in_flight import BACKUP, LOAD, PROBE, STORE, Op
+from kvarve.core.core import Core
 from kvarve.core.lease import Lease
 from kvarve.core.slots.extents import Extents
 from kvarve.core.tree.tree import Run, same_pages

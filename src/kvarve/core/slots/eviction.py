@@ -1,4 +1,4 @@
-"""Slots for those who need them: free ones, and those of pages that are evicted for them."""
+"""Makes room: gives free slots, and evicts pages for the rest. `candidates` chooses; `residency` frees their slots."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice

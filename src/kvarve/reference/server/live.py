@@ -22,8 +22,8 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from kvarve import __version__
-from kvarve.core.cache import Hottest
 from kvarve.core.copies.effects import Refusal
+from kvarve.core.core import Hottest
 from kvarve.core.observe.reasons import Reason
 from kvarve.errors import KvarveError
 from kvarve.pages.keys import group_name, root_key

@@ -23,10 +23,10 @@ from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cache.worker import check
 from kvarve.core.slots.extents import Cut
 from kvarve.errors import Broken, ConfigError, StorageError
-from kvarve.memory.seals import seal_of
 from kvarve.metrics import parse_compat
 from kvarve.pages.sizes import format_size
 from kvarve.ranks.group import ALL
+from kvarve.records.seals import seal_of
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.families import reads, takes
 from kvarve.reference.engine.model import (

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.lease import Lease
-from kvarve.memory.record import HEADER_BYTES, Stamp
 from kvarve.pages.pools import MEMORY_TIERS, PoolSpec, Tier
+from kvarve.records.record import HEADER_BYTES, Stamp
 from kvarve.reference.verify.prover import Prover, key_of
 from kvarve.reference.verify.report import Damage
 from kvarve.reference.verify.watched import Answer, WatchedEngine, differences

@@ -1,7 +1,7 @@
 """What an eviction order is: a queue of runs that may have an evictable page, and which of them is the next victim.
 
-There is one order for each slot pool, so all its pages are of one size. A run stands in it at most once; `evict` pops
-it, and pushes it back if it has more evictable pages.
+All pages of an order are of one slot pool, so of one size. A run stands in it at most once; `Candidates.pop` takes it
+out, and `offer_again` pushes it back if it has more evictable pages.
 """
 
 from abc import ABC, abstractmethod

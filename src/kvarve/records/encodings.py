@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvarve.errors import ConfigError
-from kvarve.memory.record import BLOCK_BYTES, FORMAT, HEADER, HEADER_BYTES, MAGIC, NO_FLAGS, RAW, record_bytes
+from kvarve.records.record import BLOCK_BYTES, FORMAT, HEADER, HEADER_BYTES, MAGIC, NO_FLAGS, RAW, record_bytes
 
 PLANES = 4
 _LENGTHS = struct.Struct(f"<{PLANES}I")

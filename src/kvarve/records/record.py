@@ -28,7 +28,7 @@ kind, encoding or flag, and anything but zeros where zeros belong.
 import struct
 from typing import NamedTuple
 
-from kvarve.memory.seals import CHECK_BYTES, CHECKSUM, Seal
+from kvarve.records.seals import CHECK_BYTES, CHECKSUM, Seal
 
 HEADER = struct.Struct("<8s2I2I2I32s32s32s2HI2Q72x")  # all before the check
 HEADER_BYTES = HEADER.size + CHECK_BYTES
