@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ import forks
 from kvarve.errors import StorageError
 from kvarve.storage import check_storage, open_storage
 from kvarve.storage.file.disk import Directory, Disk
+from kvarve.storage.hf3fs import hf3fs_storage as storage_module
+from kvarve.storage.hf3fs.owner import Owner
 from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES
 from kvarve.storage.hf3fs.slot_table import REST_S
 from kvarve.storage.hf3fs.stores import STORE_FILE
@@ -163,6 +166,30 @@ def test_what_was_answered_for_is_there_after_a_kill_and_what_was_deleted_is_not
     assert all(buffer[: view.nbytes] == view for buffer, view in zip(buffers[10:], data[10:], strict=True))
     assert get(stores.open(label=OTHER_LABEL), "theirs") == b"1", "the objects of all models are found"
     assert stores.slots()[RESTING] > 0, "a write of the killed process may still come"
+
+
+def test_a_torn_object_that_is_asked_for_twice_at_once_is_missing_twice(stores: Stores) -> None:
+    storage = stores.open()
+    put(storage, a=b"1")
+    stores.write("a", 0, bytes(100))
+    assert storage.get(["a", "a"], [memoryview(bytearray(9)), memoryview(bytearray(9))]) == [None, None]
+
+
+def test_a_housekeeper_goes_on_after_an_error_that_nobody_has_foreseen(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks, kept = iter([KeyError("a mistake of ours")]), Event()
+
+    def look(owner: Owner, *how: Any) -> None:
+        for error in looks:
+            raise error
+        kept.set()
+
+    monkeypatch.setattr(storage_module, "_KEEP_S", 0.01)
+    monkeypatch.setattr(storage_module, "_READY_S", 0.0)
+    monkeypatch.setattr(Owner, "keep", look)
+    stores.open()
+    assert kept.wait(PATIENCE_S) and "a mistake of ours" in caplog.text
 
 
 def test_a_second_process_that_would_be_alone_is_refused(stores: Stores, tmp_path: Path) -> None:

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 from file_disks import WithoutSync
-from hf3fs_stores import CAPACITY_BYTES, SLOT_BYTES, Stores, keep, stores_in
+from hf3fs_stores import CAPACITY_BYTES, RESTING, SLOT_BYTES, STORED, Stores, keep, stores_in
 from processes import PATIENCE_S
 from redis_server import RedisServer
 
 import forks
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.hf3fs import owner as owner_module
+from kvarve.storage.hf3fs import redis_map
 from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs.redis_map import RedisMap, packed
+from kvarve.storage.hf3fs.slot_layout import Extent, file_name
 from kvarve.storage.hf3fs.slot_table import REST_S
 from kvarve.storage.hf3fs.stores import check_map
 from kvarve.storage.redis.wire import command
@@ -138,6 +140,7 @@ def test_an_entry_that_is_wrong_costs_its_object_and_no_other(
             wire.send([command(b"DEL", key.encode()), command(b"HSET", key.encode(), lie, b"")])
             assert (wire.number(), wire.number()) in ((0, 1), (1, 1))
         assert get(other, "a") is None, lie
+        keep(one)  # which hears of it
         assert there(one, "a", "b") == "b" and get(one, "b") == b"2", lie
     server.ask("SET", key, "of another type")
     assert get(one, "a") is None and get(one, "b") == b"2"
@@ -200,6 +203,148 @@ def test_two_with_one_owners_name_serve_no_wrong_byte_until_one_of_them_notices(
             assert get(dice.choice([one, other]), each) in (None, each.encode() * 99), turn
     keep(one), keep(other)
     assert not one._owner.ids & other._owner.ids
+
+
+def fails(*_: object, **__: object) -> Any:
+    raise StorageError("the map fails")
+
+
+def test_two_servers_that_find_one_torn_slot_leave_its_owner_keeping_house(opened: Opened, stores: Stores) -> None:
+    one, *others = opened(), opened(), opened()
+    put(one, a=b"1")
+    stores.write("a", 0, bytes(100))
+    found = [it._owner.find(it._label, ["a"])[0] for it in others]  # both, before either has told of it
+    for storage, slots in zip(others, found, strict=True):
+        assert storage._get(["a"], slots, [memoryview(bytearray(9))]) == [None]
+    keep(one)
+    assert put(one, a=b"2") == [True] and get(others[0], "a") == b"2"
+
+
+def test_a_delete_that_the_map_does_not_hear_has_failed_and_costs_no_slot(
+    opened: Opened, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = opened()
+    put(storage, a=b"1", b=b"2")
+    with monkeypatch.context() as failing:
+        failing.setattr(RedisMap, "change", fails)
+        with pytest.raises(StorageError):
+            storage.delete(["a", "b"])
+    assert stores.slots() == {STORED: 2} and {file.held for file in storage._owner.table.files.values()} == {0}
+    assert storage.delete(["a", "b"]) == [True, True] and stores.slots() == {RESTING: 2}
+
+
+def test_news_are_heard_to_their_end_and_what_is_gone_is_never_behind_what_is_used(
+    opened: Opened, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_map, "_TOGETHER", 8)
+    monkeypatch.setattr(redis_map, "_MOST_USES", 40)
+    one, other = opened(), opened()
+    put(one, a=b"1", b=b"2", c=b"3")
+    for _ in range(3):
+        keep(other)
+        for name in "ab" * 15:
+            get(other, name)
+    keep(other), other.delete(["b", "c"])
+    (used,) = server.ask("KEYS", "*:used:*").split("\r\n")[2::2]
+    (gone,) = server.ask("KEYS", "*:gone:*").split("\r\n")[2::2]
+    assert server.ask("LLEN", used) == ":40\r\n", "a list that nobody hears ends"
+    assert server.ask("TTL", gone) == ":-1\r\n" and server.ask("LLEN", gone) == ":2\r\n", "which no time loses"
+    keep(one)
+    assert [*one._owner.table.objects[one._label]] == ["a"]
+    assert server.ask("EXISTS", used, gone) == ":0\r\n"
+
+
+def test_what_left_is_withdrawn_before_its_file_is_removed_and_both_are_tried_until_they_are_done(
+    opened: Opened, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def full(*_: object) -> None:
+        raise OSError(5, "it cannot be removed now")
+
+    one, other = opened(), opened()
+    put(one, a=b"1")
+    with one._owner.lock:
+        one._owner.table.shrink(one._owner.table.own_bytes, one._owner.clock())
+    with monkeypatch.context() as failing:
+        failing.setattr(RedisMap, "change", fails)
+        with pytest.raises(StorageError):
+            keep(one)
+    assert len(files(stores)) == 1 and there(other, "a") == "a"
+    with monkeypatch.context() as failing:
+        failing.setattr(WithoutSync, "unlink", full)
+        with pytest.raises(StorageError):
+            keep(one)
+    assert len(files(stores)) == 1 and there(other, "a") == ""
+    keep(one)
+    assert not files(stores)
+
+
+def test_a_renewal_that_failed_is_tried_again_before_a_slot_is_given(
+    opened: Opened, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, other = opened(), opened()
+    put(stopped, a=b"1")
+    ids = {*stopped._owner.ids}
+    end_lease(server, stopped)
+    keep(other), keep(other)
+    monkeypatch.setattr(owner_module, "LEASE_S", 60.0)
+    stopped._owner._renewed -= 1000.0
+    with monkeypatch.context() as failing:
+        failing.setattr(RedisMap, "holders", fails)
+        with pytest.raises(StorageError):
+            put(stopped, b=b"2")
+    assert put(stopped, b=b"2") == [True] and not ids & stopped._owner.ids
+
+
+def test_a_server_that_ends_releases_no_lease_of_another_and_saves_no_order_of_its_files(
+    opened: Opened, server: RedisServer, stores: Stores
+) -> None:
+    stopped, other = opened(), opened()
+    put(stopped, a=b"1")
+    ids = [*stopped._owner.ids]
+    end_lease(server, stopped)
+    keep(other), keep(other)
+    stopped.close()
+    map_ = other._owner.map
+    assert map_ is not None and map_.holders(ids) == [map_.token]
+    assert not [*(stores.folder / "here").glob("order-*")]
+
+
+def test_a_lease_of_which_the_map_says_nothing_is_trouble_and_costs_no_file(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = opened()
+    put(storage, a=b"1")
+    ids = {*storage._owner.ids}
+    with monkeypatch.context() as failing:
+        failing.setattr(RedisMap, "holders", lambda _, owners: [None] * len(owners))  # as a cluster that moves
+        with pytest.raises(StorageError, match="neither gives a lease"):
+            keep(storage)
+    assert storage._owner.ids == ids and storage._owner.table.objects[storage._label]
+
+
+def test_new_files_are_of_this_machine_after_those_of_another_were_taken_over(
+    opened: Opened, stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner_module, "ORPHAN_S", 0.0)
+    storage = opened()
+    (stores.folder / "here" / file_name(Extent(SLOT_BYTES, 4, 77, 5))).write_bytes(b"")
+    keep(storage), keep(storage)
+    assert 5 in storage._owner.ids and put(storage, a=b"1") == [True]
+    assert stores.where("a").extent.owner >> 32 == storage._owner._machine != 0
+
+
+def test_what_another_has_deleted_is_not_found_after_a_kill_of_its_owner_that_stored_and_deleted_it_again(
+    opened: Opened, server: RedisServer, stores: Stores
+) -> None:
+    one, other = opened(), opened()
+    put(one, a=b"1")
+    assert other.delete(["a"]) == [True]
+    assert put(one, a=b"1") == [True] and one.delete(["a"]) == [True]  # before it has heard
+    server.ask("FLUSHALL")
+    stores.die(one)
+    keep(other), keep(other)
+    assert get(other, "a") is None
 
 
 def test_a_full_store_gives_every_server_its_part(opened: Opened, stores: Stores) -> None:

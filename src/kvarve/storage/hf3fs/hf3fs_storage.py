@@ -21,7 +21,7 @@ from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names,
 from kvarve.storage.file.disk import FULL, Disk
 from kvarve.storage.hf3fs.hf3fs_folder import Folder
 from kvarve.storage.hf3fs.io_engine import Engine, Move, Short
-from kvarve.storage.hf3fs.owner import Owner, wipe
+from kvarve.storage.hf3fs.owner import Owner
 from kvarve.storage.hf3fs.slot_layout import Slot, Title, hash_of, slot_bytes_for
 from kvarve.storage.hf3fs.slot_table import Entry
 from kvarve.system.background import BackgroundCall
@@ -217,7 +217,8 @@ class Hf3fsStorage(Storage):
     def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         folder = self._folder_in_place()
         sizes = [sum(piece.nbytes for piece in pieces) for pieces in data]
-        slots = self._owner.reserve(folder, self._label, names, [slot_bytes_for(size) for size in sizes])
+        slot_bytes = [slot_bytes_for(size) for size in sizes]
+        slots = self._owner.reserve(folder, self._engine, self._label, names, slot_bytes)
         unwritten = {number: slot for number, slot in enumerate(slots) if isinstance(slot, Entry)}
         answers, full, failed = [slot is True for slot in slots], 0, list[OSError]()
         moves: dict[int, Move] = {}
@@ -256,13 +257,10 @@ class Hf3fsStorage(Storage):
         return answers
 
     def _delete(self, names: Sequence[str]) -> list[bool]:
+        folder = self._folder_in_place()
         places = dict(zip(names, self._owner.places(self._label, names), strict=True))
         gone = [(name, slot) for name, slots in places.items() for slot in slots]
-        mine = self._owner.remove(self._label, gone)
-        try:
-            wipe(self._folder_in_place(), self._engine, mine)
-        finally:
-            self._owner.let_go(mine)
+        self._owner.wipe(folder, self._engine, self._owner.remove(self._label, gone))
         return [bool(places.pop(name, ())) for name in names]
 
     # --- the folder
@@ -291,9 +289,10 @@ class Hf3fsStorage(Storage):
             try:
                 with self._call():
                     self._owner.keep(self._folder_in_place(), self._engine)
-            except StorageError as error:
+            except Exception as error:  # what is wrong today may be well at the next look
                 if not self._rest.is_set():
-                    log.info("%s: %s", self._path, error)
+                    bug = not isinstance(error, StorageError)
+                    log.log(logging.ERROR if bug else logging.INFO, "%s: %s", self._path, error, exc_info=bug)
             self._owner.ready.set()
             self._rest.wait(_KEEP_S)
 

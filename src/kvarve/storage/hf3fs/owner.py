@@ -20,7 +20,7 @@ from kvarve.storage.base import StorageUsage, in_group
 from kvarve.storage.file.folder import Medium
 from kvarve.storage.hf3fs.hf3fs_folder import Folder
 from kvarve.storage.hf3fs.io_engine import Engine, Move, Short
-from kvarve.storage.hf3fs.redis_map import GONE, LEASE_S, USED, RedisMap, packed
+from kvarve.storage.hf3fs.redis_map import LEASE_S, Placed, RedisMap
 from kvarve.storage.hf3fs.slot_layout import Extent, Slot, Title, read_header
 from kvarve.storage.hf3fs.slot_table import EXTENT_BYTES, Entry, SlotTable
 
@@ -49,7 +49,7 @@ class Owner:
         self.clock: Callable[[], float] = lambda: start + time.monotonic()  # which is never set back
         self.ready = threading.Event()  # set when what was there has been looked through once
         self.lock = threading.Lock()  # guards the table, and what others are to be told of
-        self._used: defaultdict[int, list[bytes]] = defaultdict(list)
+        self._used: defaultdict[int, list[Slot]] = defaultdict(list)
         self._keeping = threading.Lock()  # held while a storage keeps house; guards all below
         self.ids: set[int] = set()
         self._renewed = self.clock()
@@ -87,16 +87,26 @@ class Owner:
             self.table.unpin(entries, self.clock())
 
     def remove(self, label: bytes, objects: Sequence[tuple[str, Slot]]) -> list[Entry]:
-        """The slots have their objects no more. Returns ours, whose slots may be given again after `let_go`."""
-        with self.lock:
-            mine = self._remove(slot for _, slot in objects)
+        """The slots have their objects no more. Returns ours, whose slots may be given again after `let_go`.
+        StorageError: ours are as they were."""
+        placed = [(label, *each) for each in objects]
         if self.map is not None:
-            news = defaultdict(list)
-            for _, slot in objects:
-                if slot.extent.owner not in self.ids:
-                    news[slot.extent.owner].append(GONE + packed(slot))
-            self.map.change(withdraw=[(label, *each) for each in objects], news=news)
-        return mine
+            self.map.change(withdraw=placed, gone=[it for it in placed if it[2].extent.owner not in self.ids])
+        with self.lock:
+            return self._remove(placed)
+
+    def wipe(self, folder: Folder, engine: Engine, removed: Sequence[Entry]) -> None:
+        """Write over the headers of slots, else their objects would be found again, and let go of them. Where that
+        fails, they may be."""
+        try:
+            moves = []
+            for entry in removed:
+                with suppress(OSError):
+                    moves.append(Move(folder.file(entry.file.extent), entry.slot.offset, (), None))
+            if moves:
+                engine.write(moves)
+        finally:
+            self.let_go(removed)
 
     def usage(self, label: bytes) -> StorageUsage:
         """Of several processes none counts what others have."""
@@ -108,7 +118,7 @@ class Owner:
     # --- writing
 
     def reserve(
-        self, folder: Folder, label: bytes, names: Sequence[str], slot_bytes: Sequence[int]
+        self, folder: Folder, engine: Engine, label: bytes, names: Sequence[str], slot_bytes: Sequence[int]
     ) -> list[Entry | bool]:
         """A slot for each object; True where it is there already (a use), False where there is no room."""
         told = self.places(label, names)
@@ -119,7 +129,7 @@ class Owner:
             now = self.clock()
             # What is ours and not in the map was deleted there, or lost.
             lost = [it for it, slots in zip(self.table.find(label, names), told, strict=True) if it and not slots]
-            self.table.unpin(self._remove(it.slot for it in lost), now)
+            lost = self._remove((label, it.name, it.slot) for it in lost)
             kept = self._use(slots[0] for slots in told if slots)
             self.table.pin(kept)
             answers: list[Entry | bool] = [bool(slots) for slots in told]
@@ -127,8 +137,9 @@ class Owner:
                 answers[at] = answers[at] or self.table.reserve(label, name, slot_bytes[at], now) or False
             self.table.unpin(kept, now)
         try:
+            self.wipe(folder, engine, lost)
             self._take_out(folder)
-        except StorageError:
+        except BaseException:
             self.abort([entry for entry in answers if isinstance(entry, Entry)])
             raise
         return answers
@@ -182,14 +193,17 @@ class Owner:
             if self.users:
                 return
         with suppress(StorageError), self._keeping:
-            for owner in self.ids if clean and self.ready.is_set() else ():
+            ids = [*self.ids]
+            if self.map is not None:
+                ids = [it for it, holder in zip(ids, self.map.holders(ids), strict=True) if holder == self.map.token]
+            for owner in ids if clean and self.ready.is_set() else ():
                 with self.lock:
                     order = self.table.order(owner, self.clock())
                 if order is not None:
                     with Medium(folder.path):
                         folder.save_order(owner, order)
             if self.map is not None:
-                self.map.let_go([*self.ids])
+                self.map.let_go(ids)
         self._end()
 
     def _claim(self, folder: Folder, listed: Iterable[Extent]) -> None:
@@ -207,23 +221,29 @@ class Owner:
 
     def _renew(self) -> None:
         """Say that we hold what is ours. What another process holds meanwhile is its own."""
-        self._renewed = now = self.clock()
+        now = self.clock()
         if self.map is not None:
-            for owner, holder in zip(ids := [*self.ids], self.map.holders(ids), strict=True):
+            for owner, held_by in zip(ids := [*self.ids], self.map.holders(ids), strict=True):
+                holder = held_by
                 if holder is None:  # the map may have lost everything
                     self._published = False
-                if holder != self.map.token and not (holder is None and self.map.take(owner)):
+                    holder = self.map.token if self.map.take(owner) else self.map.holders([owner])[0]
+                if holder is None:
+                    raise StorageError("the Redis of this store neither gives a lease nor says whose it is")
+                if holder != self.map.token:
                     log.warning("3FS: the files of owner %x are another process's now", owner)
                     with self.lock:
                         self.ids.discard(owner)
                         self.table.forget(owner, now)
             self.map.go_on([*self.ids])
-        if not self.ids:
-            new = self._machine << 32 | secrets.randbits(32)
-            if self.map is not None and not self.map.take(new):
+        here = [owner for owner in self.ids if owner >> 32 == self._machine]  # which this machine takes over soonest
+        if not here:
+            here = [self._machine << 32 | secrets.randbits(32)]
+            if self.map is not None and not self.map.take(here[0]):
                 raise StorageError("the Redis of this store takes no more entries")
-            self.ids.add(new)
-        self.table.owner = min(self.ids)
+            self.ids.add(here[0])
+        self.table.owner = min(here)
+        self._renewed = now
 
     def _adopt(self, folder: Folder, engine: Engine, listed: dict[Extent, int]) -> None:
         """Files that are ours by now, with the objects that their headers name."""
@@ -248,15 +268,16 @@ class Owner:
         """What others have used of ours, and found to be wrong; and tell them the same."""
         if self.map is None:
             return
+        for gone in self.map.news("gone", [*self.ids]):
+            with self.lock:
+                mine = self._remove(gone)
+            self.wipe(folder, engine, mine)
         with self.lock:
             told, self._used = self._used, defaultdict(list)
-        self.map.change(news=told)
-        news = [*self.map.news([*self.ids])]
-        with self.lock:
-            self._use(slot for kind, slot in news if kind == USED)
-            gone = self._remove(slot for kind, slot in news if kind == GONE)
-        wipe(folder, engine, gone)
-        self.let_go(gone)
+        self.map.tell_used(told)
+        for used in self.map.news("used", [*self.ids]):
+            with self.lock:
+                self._use(slot for _, _, slot in used)
 
     def _balance(self, listed: Iterable[Extent]) -> None:
         """Keep to the capacity, of which every process may have its part: one that has less may have a file more than
@@ -275,18 +296,24 @@ class Owner:
             table.quota_bytes = self._quota_bytes and self._quota_bytes // processes
 
     def _take_out(self, folder: Folder) -> None:
-        """Tell the map what has left, and remove the files that have."""
+        """Tell the map what has left, and remove the files that have. What fails is done by the next call."""
+        table = self.table
         with self.lock:
-            table = self.table
-            evicted = [(entry.label, entry.name, entry.slot) for entry in table.evicted]
-            retired, table.evicted, table.retired = table.retired, [], []
-        with Medium(folder.path):
-            for extent in retired:
-                folder.remove(extent)
-        if self.map is not None:
-            self.map.change(withdraw=evicted)
+            evicted, retired, table.evicted, table.retired = table.evicted, table.retired, [], []
+        try:
+            if self.map is not None:
+                self.map.change(withdraw=[(entry.label, entry.name, entry.slot) for entry in evicted])
+            evicted = []
+            with Medium(folder.path):
+                while retired:
+                    folder.remove(retired[-1])
+                    retired.pop()
+        finally:
+            with self.lock:
+                table.evicted += evicted
+                table.retired += retired
 
-    def _publish(self, placed: Sequence[tuple[bytes, str, Slot]]) -> None:
+    def _publish(self, placed: Sequence[Placed]) -> None:
         """Tell the map where these objects are."""
         if self.map is not None:
             try:
@@ -304,27 +331,18 @@ class Owner:
             if entry := self.table.at(slot):
                 mine.append(entry)
             elif slot.extent.owner in self._holders and len(uses := self._used[slot.extent.owner]) < _MOST_USES:
-                uses.append(USED + packed(slot))
+                uses.append(slot)
         self.table.use(mine, self.clock())
         return mine
 
-    def _remove(self, slots: Iterable[Slot]) -> list[Entry]:
-        """Ours of these, pinned, and without an object."""
-        mine = [entry for slot in slots if (entry := self.table.at(slot)) is not None]
+    def _remove(self, placed: Iterable[Placed]) -> list[Entry]:
+        """Ours of these, pinned, and without an object. A slot that has another object keeps it."""
+        found = ((self.table.at(slot), label, name) for label, name, slot in placed)
+        mine = [*dict.fromkeys(it for it, *title in found if it and [it.label, it.name] == title)]
         self.table.pin(mine)
         for entry in mine:
             self.table.remove(entry, self.clock())
         return mine
-
-
-def wipe(folder: Folder, engine: Engine, entries: Iterable[Entry]) -> None:
-    """Write over the headers of slots, else their objects would be found again. Where that fails, they may be."""
-    moves = []
-    for entry in entries:
-        with suppress(OSError):
-            moves.append(Move(folder.file(entry.file.extent), entry.slot.offset, (), None))
-    if moves:
-        engine.write(moves)
 
 
 def _titles(folder: Folder, engine: Engine, extent: Extent, file_bytes: int) -> list[Title]:

@@ -2,7 +2,8 @@
 
     OBJECT   hash    a field for each slot that has the object, so that a slot that has it no more is removed alone
     lease    string  the process that gives an owner's slots, until it has not said so for LEASE_S
-    news     list    for an owner: slots of its that others have read, or have found to be wrong or to be deleted
+    used     list    for an owner: slots of its that others have read
+    gone     list    for an owner: slots of its that others have found wrong, or deleted, each with the object meant
 
 Nothing here is believed: the header of a slot decides. What is lost is written again by the owners.
 """
@@ -23,8 +24,8 @@ from kvarve.storage.redis.wire import Refused, Wire, command
 from kvarve.storage.urls import parse_url
 
 LEASE_S = 60.0
-USED, GONE = b"u", b"d"  # kinds of news
-_NEWS_S = 3600
+_MOST_USES = 1 << 16  # of one owner's slots: those before are forgotten
+_USES_S = 3600
 _TOGETHER = 4096  # commands that are sent before their answers are read
 _SLOT = struct.Struct("<QIQQIQQ")
 _PASSWORD_BYTES = 4096
@@ -95,20 +96,21 @@ class RedisMap(RedisStorage):
         return found
 
     def change(
-        self,
-        publish: Iterable[Placed] = (),
-        withdraw: Iterable[Placed] = (),
-        news: Mapping[int, Sequence[bytes]] | None = None,
+        self, publish: Iterable[Placed] = (), withdraw: Iterable[Placed] = (), gone: Iterable[Placed] = ()
     ) -> None:
-        """Objects that are in slots, and those that are not any more; and news for owners."""
-        published: list[_Command] = [
-            (_object(label, name), b"HSET", packed(slot), b"") for label, name, slot in publish
-        ]
-        told: list[_Command] = [(_object(label, name), b"HDEL", packed(slot)) for label, name, slot in withdraw]
-        told += [(f"news:{owner:x}", b"RPUSH", *each) for owner, each in (news or {}).items()]
-        told += [(f"news:{owner:x}", b"EXPIRE", b"%d" % _NEWS_S) for owner in news or {}]
-        if None in self._ask([*published, *told], Wire.number)[: len(published)]:
+        """Objects that are in slots, and those that are not any more, which the owners of `gone` are to be told."""
+        told: list[_Command] = [(_object(label, name), b"HSET", packed(slot), b"") for label, name, slot in publish]
+        for label, name, slot in gone:
+            told.append((f"gone:{slot.extent.owner:x}", b"RPUSH", packed(slot) + label + name.encode()))
+        left = [(_object(label, name), b"HDEL", packed(slot)) for label, name, slot in withdraw]
+        if None in self._ask([*told, *left], Wire.number)[: len(told)]:
             raise StorageError("the Redis of this store takes no more entries")
+
+    def tell_used(self, uses: Mapping[int, Sequence[Slot]]) -> None:
+        """Tell the owners of these slots; a full list loses its oldest."""
+        self._ask([(f"used:{owner:x}", b"RPUSH", *map(packed, slots)) for owner, slots in uses.items()], Wire.number)
+        self._ask([(f"used:{owner:x}", b"LTRIM", b"%d" % -_MOST_USES, b"-1") for owner in uses], Wire.done)
+        self._ask([(f"used:{owner:x}", b"EXPIRE", b"%d" % _USES_S) for owner in uses], Wire.number)
 
     def names(self, label: bytes, group: str | None) -> Iterator[list[str]]:
         """Those of a label's objects, or of one of its groups, in parts. The server looks through all its keys."""
@@ -140,21 +142,25 @@ class RedisMap(RedisStorage):
         return self._ask([(f"lease:{owner:x}", *words)], Wire.done) == [True]
 
     def go_on(self, owners: Sequence[int]) -> None:
-        """For LEASE_S from now on, where this process holds it."""
-        self._ask([(f"lease:{owner:x}", b"PEXPIRE", b"%d" % (int(1000 * LEASE_S))) for owner in owners], Wire.number)
+        """For LEASE_S from now on; this process holds them. StorageError: one has ended meanwhile."""
+        words = (b"PEXPIRE", b"%d" % (int(1000 * LEASE_S)))
+        if {*self._ask([(f"lease:{owner:x}", *words) for owner in owners], Wire.number)} - {1}:
+            raise StorageError("a lease in the Redis of this store could not be renewed")
 
     def let_go(self, owners: Sequence[int]) -> None:
         self._ask([(f"lease:{owner:x}", b"DEL") for owner in owners], Wire.number)
 
-    def news(self, owners: Sequence[int]) -> Iterator[tuple[bytes, Slot]]:
-        """What others have told of these owners' slots, once."""
-        keys = [f"news:{owner:x}" for owner in owners]
-        told = self._ask([(key, b"LRANGE", b"0", b"%d" % _TOGETHER) for key in keys], Wire.texts)
-        lengths = [(key, b"%d" % len(some)) for key, some in zip(keys, told, strict=True) if some]
-        self._ask([(key, b"LTRIM", length, b"-1") for key, length in lengths], Wire.done)
-        for each in [each for some in told for each in some or ()]:
-            if slot := unpacked(each[1:]):
-                yield each[:1], slot
+    def news(self, kind: str, owners: Sequence[int]) -> Iterator[list[Placed]]:
+        """All that others have told of these owners' slots that are `gone`, or `used` (which says no object), in parts.
+        A part is forgotten when the next is asked for."""
+        keys = [f"{kind}:{owner:x}" for owner in owners]
+        while keys:
+            told = self._ask([(key, b"LRANGE", b"0", b"%d" % (_TOGETHER - 1)) for key in keys], Wire.texts)
+            heard = [(unpacked(it[: _SLOT.size]), it[_SLOT.size :]) for some in told for it in some or ()]
+            yield [(it[:32], it[32:].decode("ascii", "replace"), slot) for slot, it in heard if slot]
+            lengths = [(key, len(some)) for key, some in zip(keys, told, strict=True) if some]
+            self._ask([(key, b"LTRIM", b"%d" % length, b"-1") for key, length in lengths], Wire.done)
+            keys = [key for key, length in lengths if length == _TOGETHER]
 
     def _ask(self, commands: Sequence[_Command], read: Callable[[Wire], T]) -> list[T | None]:
         """The answer of each command, whose key comes first. None: its server is gone, or has refused it."""
