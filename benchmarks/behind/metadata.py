@@ -14,6 +14,7 @@ from redis_server import RedisServer
 from common import watched
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs.hf3fs_folder import Folder
+from kvarve.storage.hf3fs.io_posix import PosixEngine
 from kvarve.storage.hf3fs.owner import Owner
 from kvarve.storage.hf3fs.slot_table import Entry
 from kvarve.storage.hf3fs.stores import own
@@ -38,11 +39,11 @@ class Store:
     """What one process has of a store, whose files are never written. `setting`: of the map, as in a URL."""
 
     def __init__(self, folder: Path, objects: int, setting: str | None) -> None:
-        self._folder = Folder(Disk(), folder)
+        self._folder, self._engine = Folder(Disk(), folder), PosixEngine(Disk(), 1)
         self.owner: Owner = own(setting, (objects + objects // 20 + 2 * _FILLED) * SLOT_BYTES, None, self._folder)
 
     def store(self, names: Sequence[str]) -> None:
-        slots = self.owner.reserve(self._folder, _LABEL, names, [SLOT_BYTES] * len(names))
+        slots = self.owner.reserve(self._folder, self._engine, _LABEL, names, [SLOT_BYTES] * len(names))
         entries = [slot for slot in slots if isinstance(slot, Entry)]
         assert len(entries) == len(names)
         assert all(self.owner.commit(_LABEL, names, entries))
@@ -54,6 +55,7 @@ class Store:
     def close(self) -> None:
         self.owner.close(self._folder, clean=False)
         self._folder.close()
+        self._engine.close()
 
 
 def name_of(number: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hf3fs_stores import RESTING, SLOT_BYTES, STORED, Stores, keep, stores_in
@@ -18,12 +18,14 @@ from processes import PATIENCE_S
 import forks
 from kvarve.errors import StorageError
 from kvarve.storage import check_storage, open_storage
+from kvarve.storage.base import Damaged
 from kvarve.storage.file.disk import Directory, Disk
 from kvarve.storage.hf3fs import hf3fs_storage as storage_module
+from kvarve.storage.hf3fs import owner as owner_module
+from kvarve.storage.hf3fs.hf3fs_folder import STORE_FILE
 from kvarve.storage.hf3fs.owner import Owner
 from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES
 from kvarve.storage.hf3fs.slot_table import REST_S
-from kvarve.storage.hf3fs.stores import STORE_FILE
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 OBJECTS = 6
@@ -99,6 +101,17 @@ class Dying(Disk):
         self._step()
 
 
+class Unreadable(Disk):
+    """A file of slots is not read while `unreadable`."""
+
+    unreadable = False
+
+    def read(self, file: int, into: Sequence[memoryview], at: int) -> int:
+        if self.unreadable and "slots-" in Path(f"/proc/self/fd/{file}").readlink().name:
+            raise OSError(5, "its chain of targets is offline")
+        return super().read(file, into, at)
+
+
 def fill(number: int) -> bytes:
     return bytes([number + 1]) * (3000 + number)
 
@@ -166,6 +179,88 @@ def test_what_was_answered_for_is_there_after_a_kill_and_what_was_deleted_is_not
     assert all(buffer[: view.nbytes] == view for buffer, view in zip(buffers[10:], data[10:], strict=True))
     assert get(stores.open(label=OTHER_LABEL), "theirs") == b"1", "the objects of all models are found"
     assert stores.slots()[RESTING] > 0, "a write of the killed process may still come"
+
+
+def test_what_was_evicted_and_then_dropped_is_not_found_after_a_clean_restart(stores: Stores) -> None:
+    disk, names = Unreadable(), [f"tenant-{i}" for i in range(6)]
+    storage = stores.open(quota_bytes=3 * SLOT_BYTES)
+    for name in names:
+        put(storage, **{name: b"1"})
+    put(storage, other=b"2")
+    assert there(storage, *names) == "tenant-3 tenant-4 tenant-5"
+    assert get(storage, "tenant-3") == b"1" and storage.delete(["tenant-4"]) == [True]
+    stores.stop_the_clock()
+    storage.close()
+    disk.unreadable = True
+    again = stores.open(disk=disk, quota_bytes=3 * SLOT_BYTES)
+    assert there(again, *names) == ""
+    disk.unreadable = False
+    keep(again)
+    assert there(again, *names) == "tenant-3 tenant-5", "in the order that was read at first"
+    assert put(again, **{"tenant-6": b"1", "tenant-7": b"1"}) == [True, True]
+    assert there(again, "tenant-3", "tenant-5") == "tenant-3", "which was used last"
+    assert again.drop("tenant") == 3
+    again.close()
+    again = stores.open()
+    assert there(again, *names, "other") == "other"
+    again.close()
+    disk.unreadable = True
+    stores.open(disk=disk).close()
+    assert there(stores.open(), "other") == "other", "a process that could not read it has not said that it is gone"
+
+
+def test_while_headers_are_read_the_store_has_no_more_room_than_its_files_leave(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacity, reading, go_on, titles = 64 * SLOT_BYTES, Event(), Event(), owner_module._titles
+
+    def slow(*file: Any) -> Any:
+        reading.set()
+        assert go_on.wait(PATIENCE_S)
+        return titles(*file)
+
+    def on_disk() -> int:
+        return sum(path.stat().st_size for path in (stores.folder / "here").glob("slots-*"))
+
+    storage, names = stores.open(capacity_bytes=capacity), [f"old-{i}" for i in range(60)]
+    assert all(storage.put(names, [memoryview(bytes(4096))] * 60))
+    storage.close()
+    monkeypatch.setattr(storage_module, "_READY_S", 0.0)
+    monkeypatch.setattr(owner_module, "_titles", slow)
+    again, new = stores.open(capacity_bytes=capacity), [f"new-{i}" for i in range(60)]
+    assert reading.wait(PATIENCE_S)
+    try:
+        assert sum(again.put(new, [memoryview(bytes(4096))] * 60)) == 4 and on_disk() == capacity
+    finally:
+        go_on.set()
+    keep(again)
+    assert all(again.exists(names)) and all(again.put(new, [memoryview(bytes(4096))] * 60)) and on_disk() == capacity
+    assert (stores.owner().table.own_bytes, stores.owner().table.others_bytes) == (capacity, 0)
+
+
+def test_the_file_that_names_a_store_is_whole_after_a_power_cut_and_no_link_and_read_to_its_end_alone(
+    stores: Stores,
+) -> None:
+    class Synced(Disk):
+        synced: ClassVar[set[int]] = set()
+
+        def sync(self, file: int) -> None:
+            super().sync(file)
+            self.synced.add(os.fstat(file).st_ino)
+
+    stores.open(disk=Synced())
+    stores.die()
+    folder = stores.folder / "here"
+    file = folder / STORE_FILE
+    assert file.stat().st_ino in Synced.synced and {it.name for it in folder.iterdir()} == {STORE_FILE, "kvarve.json"}
+    os.truncate(file, 1 << 40)
+    with pytest.raises(StorageError, match="is damaged"):
+        stores.open()
+    os.truncate(file, 200)
+    file.rename(stores.folder / "aside")
+    file.symlink_to(stores.folder / "aside")
+    with pytest.raises(Damaged, match="symbolic links"):
+        stores.open()
 
 
 def test_a_torn_object_that_is_asked_for_twice_at_once_is_missing_twice(stores: Stores) -> None:

@@ -218,6 +218,49 @@ def test_what_is_adopted_is_used_in_the_order_that_was_told_or_that_of_writing()
             assert stored(again, "x", now=NOW + 20) == [True] and there(again, *"abcd") == "b c d"
 
 
+def test_a_slot_that_the_saved_order_does_not_list_is_free_whatever_its_header_says() -> None:
+    table, extent = SlotTable(4 * K, None), Extent(2 * K, 2, 77, 1)
+    found = [Title(LABELS[0], name, Slot(extent, place, 5, 9)) for place, name in enumerate("ab")]
+    assert table.adopt(extent, found, {found[0].slot.number: 0}, NOW) == 1
+    table.in_order()
+    assert there(table, *"ab") == "a"
+    assert stored(table, "c") == [True] and there(table, *"abc") == "a c"
+
+
+def test_what_is_adopted_in_order_was_used_after_it_was_written_and_before_now() -> None:
+    table = SlotTable(64 * K, None)
+    for at, name in enumerate("abcdef"):
+        assert stored(table, name, slots=2 + at % 2, now=NOW + 100 * at) == [True]
+    table.use([it for it in table.find(LABELS[0], ["e", "b", "c"]) if it], NOW + 600)
+    before = {it.name: it for it in table.find(LABELS[0], "abcdef") if it}
+    numbers, again = table.order(0, NOW + 700), SlotTable(64 * K, None)
+    assert numbers is not None
+    for file in table.files.values():
+        again.adopt(file.extent, titles(table, file.extent), {it: at for at, it in enumerate(numbers)}, NOW + 1000)
+    again.in_order()
+    audit(again)
+    found = {it.name: it for it in again.find(LABELS[0], "abcdef") if it}
+    assert sorted(found, key=lambda name: found[name].used) == sorted(before, key=lambda name: before[name].used)
+    assert all(before[name].generation <= it.used <= before[name].used for name, it in found.items())
+
+
+@pytest.mark.parametrize("ahead_s", [0, 3600])
+def test_a_clock_that_was_ahead_costs_no_file_of_objects_as_old_as_others(ahead_s: int) -> None:
+    table = SlotTable(64 * 5 * K, None)
+    for slots, late_s in ((2, 0.0), (3, 0.5)):
+        extent = Extent(slots * K, 64, slots, 1)
+        written = [int(1e6 * (NOW - 64 + place + late_s + ahead_s)) for place in range(64)]
+        found = [Title(LABELS[0], f"{slots}-{at}", Slot(extent, at, it, 9)) for at, it in enumerate(written)]
+        assert table.adopt(extent, found, None, NOW) == 64
+    table.in_order()
+    for turn in range(8):
+        assert stored(table, f"new-{turn}", slots=3, now=NOW + turn) == [True]
+    audit(table)
+    assert len(there(table, *(f"2-{at}" for at in range(64))).split()) == 64
+    (new,) = (it for it in table.find(LABELS[0], ["new-7"]) if it)
+    assert 0 <= new.used - 1e6 * (NOW + 7 + max(0.0, ahead_s - 0.5)) < 1000, "which goes on from there"
+
+
 def test_the_free_slots_of_a_file_of_a_killed_process_rest() -> None:
     table, extent = SlotTable(8 * K, None), Extent(2 * K, 4, 77, 1)
     assert table.adopt(extent, [Title(LABELS[0], "a", Slot(extent, 2, 5, 9))], None, NOW) == 1

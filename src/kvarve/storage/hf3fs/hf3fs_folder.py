@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvarve.errors import StorageError
-from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, NotOurs
 from kvarve.storage.file.folder import Medium
 from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
 from kvarve.storage.hf3fs.slot_layout import Extent, extent_of, file_name
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 FORMAT = "kvarve-hf3fs/2"
 # Left by an opening that was cut short, or there in every root of a file system: a folder with only these is empty.
 _NOT_CONTENT = ("3fs-virt", "lost+found")
+STORE_FILE = "store"
+_STORE_BYTES = 1000  # at most
 _OPEN_FILES = 512
 _ORDER = "order-"
 _scratch = memoryview(mmap.mmap(-1, BLOCK_BYTES))
@@ -94,8 +96,8 @@ class Folder:
         self._closing_root = weakref.finalize(self, disk.close, self.root.file)
         self._closing_root.atexit = False
 
-    def _write(self, name: str, data: bytes) -> None:
-        """Atomically, also where another machine does so now."""
+    def _write(self, name: str, data: bytes, *, once: bool = False) -> None:
+        """Atomically, also where another machine does so now. `once`: what is there stays."""
         unfinished = f"{MARKER}~{secrets.token_hex(8)}"
         file = self.disk.open(self.root, unfinished, create=True)
         try:
@@ -105,26 +107,43 @@ class Folder:
             self.disk.sync(file)
         finally:
             self.disk.close(file)
-        self.disk.rename(self.root, unfinished, name)
+        if once:
+            with suppress(FileExistsError):
+                os.link(unfinished, name, src_dir_fd=self.root.file, dst_dir_fd=self.root.file, follow_symlinks=False)
+            os.unlink(unfinished, dir_fd=self.root.file)
+        else:
+            self.disk.rename(self.root, unfinished, name)
         self.disk.sync_folder(self.root)
+
+    def identity(self, first: bytes) -> bytes:
+        """What the file of the store says, which says `first` if there was none. OSError."""
+        if not os.path.lexists(self.path / STORE_FILE):
+            self._write(STORE_FILE, first, once=True)
+        # Another process may be making it, so that it has two names for a moment.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(STORE_FILE, flags, dir_fd=self.root.file)
+        try:
+            return self.disk.peek(file, _STORE_BYTES, 0)
+        finally:
+            self.disk.close(file)
 
     def save_order(self, owner: int, numbers: Sequence[int]) -> None:
         """The order of use of an owner's slots, when nothing is written to them any more."""
         self._write(f"{_ORDER}{owner:016x}", array("Q", numbers).tobytes())
 
-    def order(self, owner: int) -> dict[int, int] | None:
-        """The place of each slot in what was saved, once. None: nothing was."""
+    def order(self, owner: int, places: int) -> dict[int, int] | None:
+        """The place of each slot in what was saved, once. None: nothing was, or not an order of so many at most."""
         name = f"{_ORDER}{owner:016x}"
         try:
-            file = self.disk.open(self.root, name, read_only=True)
-        except FileNotFoundError:
+            with self.disk.reading(self.root, name) as file:
+                size_bytes = self.disk.size(file)
+                saved = self.disk.peek(file, min(size_bytes, 8 * places), 0)
+        except (FileNotFoundError, NotOurs):
             return None
-        try:
-            numbers = array("Q", self.disk.peek(file, self.disk.size(file) // 8 * 8, 0))
-        finally:
-            self.disk.close(file)
         self.disk.unlink(self.root, name)
-        return {number: place for place, number in enumerate(numbers)}
+        self.disk.sync_folder(self.root)
+        whole = len(saved) == size_bytes and not size_bytes % 8
+        return {number: place for place, number in enumerate(array("Q", saved))} if whole else None
 
     def close(self) -> None:
         """After the last call; files whose I/O hangs are closed when that returns."""

@@ -173,6 +173,7 @@ class Owner:
                 listed = folder.forget_removed()
                 self._claim(folder, listed)
                 self._renew()
+                self._balance(listed)  # before headers are read, which takes long, and others store
                 self._adopt(folder, engine, listed)
             self._hear(folder, engine)
             self._balance(listed)
@@ -192,16 +193,17 @@ class Owner:
             self.users -= 1
             if self.users:
                 return
-        with suppress(StorageError), self._keeping:
+        with suppress(StorageError), self._keeping, Medium(folder.path):
             ids = [*self.ids]
             if self.map is not None:
                 ids = [it for it, holder in zip(ids, self.map.holders(ids), strict=True) if holder == self.map.token]
-            for owner in ids if clean and self.ready.is_set() else ():
+            # Of files that were not read the order would say that they have nothing.
+            unread = {it.owner for it in folder.extents() if it.number not in self.table.known} if clean else {*ids}
+            for owner in {*ids} - unread:
                 with self.lock:
                     order = self.table.order(owner, self.clock())
                 if order is not None:
-                    with Medium(folder.path):
-                        folder.save_order(owner, order)
+                    folder.save_order(owner, order)
             if self.map is not None:
                 self.map.let_go(ids)
         self._end()
@@ -217,7 +219,8 @@ class Owner:
             wait_s = ORPHAN_S if owner >> 32 != self._machine else LEASE_S if self.ready.is_set() else 0.0
             if self.map is None or (now - since >= wait_s and self.map.take(owner)):
                 self.ids.add(owner)
-                self._orders[owner] = folder.order(owner)
+                places = sum(extent.places for extent in listed if extent.owner == owner)
+                self._orders[owner] = folder.order(owner, places)
 
     def _renew(self) -> None:
         """Say that we hold what is ours. What another process holds meanwhile is its own."""
@@ -247,22 +250,27 @@ class Owner:
 
     def _adopt(self, folder: Folder, engine: Engine, listed: dict[Extent, int]) -> None:
         """Files that are ours by now, with the objects that their headers name."""
-        found = 0
-        for extent, file_bytes in listed.items():
-            if extent.owner in self.ids and extent.number not in self.table.known:
-                with suppress(OSError):  # which may pass
-                    titles = _titles(folder, engine, extent, file_bytes)
-                    with self.lock:
-                        found += self.table.adopt(extent, titles, self._orders.get(extent.owner), self.clock())
-                if self.clock() - self._renewed > LEASE_S / 4:
-                    self._renew()
-        with self.lock:
-            self.table.known &= {extent.number for extent in listed} | {*self.table.files}
+        found, table = 0, self.table
+        try:
+            for extent, file_bytes in listed.items():
+                if extent.owner in self.ids and extent.number not in table.known:
+                    with suppress(OSError):  # which may pass
+                        titles = _titles(folder, engine, extent, file_bytes)
+                        with self.lock:
+                            found += table.adopt(extent, titles, self._orders.get(extent.owner), self.clock())
+                            table.others_bytes -= extent.bytes
+                    if self.clock() - self._renewed > LEASE_S / 4:
+                        self._renew()
+        finally:
+            with self.lock:
+                table.known &= {extent.number for extent in listed} | {*table.files}
+                if found:
+                    table.in_order()
+            unread = {extent.owner for extent in listed if extent.number not in table.known}
+            self._orders = {owner: order for owner, order in self._orders.items() if owner in unread}
             if found:
-                self.table.in_order()
-        if found:
-            log.info("%s: %d objects were found again", folder.path, found)
-            self._orders, self._published = {}, False
+                log.info("%s: %d objects were found again", folder.path, found)
+                self._published = False
 
     def _hear(self, folder: Folder, engine: Engine) -> None:
         """What others have used of ours, and found to be wrong; and tell them the same."""

@@ -83,7 +83,7 @@ class SlotTable:
         self._groups: dict[tuple[bytes, str], Group] = {}
         self._empty: set[SlotFile] = set()
         self._resting: deque[tuple[float, SlotFile, int]] = deque()
-        self._last = 0
+        self._last = self._ahead = 0
 
     @property
     def room_bytes(self) -> int:
@@ -166,16 +166,19 @@ class SlotTable:
 
     def adopt(self, extent: Extent, titles: Iterable[Title], order: Mapping[int, int] | None, now: float) -> int:
         """A file of an earlier life, of this process or another, with the objects that its headers name; returns how
-        many. `order`: of each slot, by its number, when all writes had ended; None: some may still come."""
+        many. `order`: the place of each slot that had one when all writes had ended; None: some may still come."""
         if extent.number in self.known:
             return 0
         file, found = self._add(extent), 0
         for title in titles:
             slot = title.slot
+            self._ahead = max(self._ahead, slot.generation - int(1e6 * now))
+            if order is not None and slot.number not in order:  # its object had left it
+                continue
             if title.name not in self.objects.get(title.label, ()) and file.slots[slot.place] is None:
                 entry = Entry(file, slot.place, slot.generation, title.label, title.name, slot.size_bytes)
-                entry.used = (order or {}).get(slot.number, slot.generation)
-                self._last = max(self._last, slot.generation)
+                if order is not None:
+                    entry.used = order[slot.number] - len(order)  # until `in_order`
                 self._occupy(entry)
                 self._publish(entry)
                 found += 1
@@ -189,7 +192,14 @@ class SlotTable:
         return found
 
     def in_order(self) -> None:
-        """After files were adopted: all objects in the order of their last use."""
+        """After files were adopted: all objects in the order of their last use, which was after their writing, and that
+        of all before them in their owner's order."""
+        entries = (entry for size in self._sizes.values() for entry in size.lru if entry.used < 0)
+        last = Counter[int]()
+        for entry in sorted(entries, key=lambda entry: entry.used):
+            owner = entry.file.extent.owner
+            entry.used = last[owner] = max(last[owner] + 1, entry.generation)
+            self._last = max(self._last, entry.used)
         for lru in (*(size.lru for size in self._sizes.values()), *self._groups.values()):
             for entry in sorted(lru, key=lambda entry: entry.used):
                 lru.move_to_end(entry)
@@ -216,8 +226,8 @@ class SlotTable:
     # --- inside: an entry's life
 
     def _tick(self, now: float) -> int:
-        """The time in microseconds, and never twice the same."""
-        self._last = max(self._last + 1, int(1e6 * now))
+        """The time in microseconds, never twice the same, and after all that was written here, by whatever clock."""
+        self._last = max(self._last + 1, int(1e6 * now) + self._ahead)
         return self._last
 
     def _occupy(self, entry: Entry) -> None:
@@ -348,8 +358,8 @@ class SlotTable:
         others = (other for other in self._sizes.values() if other is not size)
         heads = (next((entry for entry in other.lru if not entry.file.held), None) for other in others)
         oldest = min(filter(None, heads), key=lambda head: head.used, default=None)
-        own = _first(size.lru) if size else None
-        if oldest is None or (own and 1e6 * now - oldest.used <= _OLDER * (1e6 * now - own.used)):
+        own, time = _first(size.lru) if size else None, self._tick(now)
+        if oldest is None or (own and time - oldest.used <= _OLDER * (time - own.used)):
             return None
         return oldest.file
 

@@ -1,6 +1,5 @@
 """What this process may have of a store: all of it, if it is alone with it, or its part, with all that share a map."""
 
-import os
 import re
 import secrets
 import socket
@@ -12,12 +11,11 @@ from pathlib import Path
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Damaged
 from kvarve.storage.file.folder import Medium
-from kvarve.storage.hf3fs.hf3fs_folder import Folder
+from kvarve.storage.hf3fs.hf3fs_folder import STORE_FILE, Folder
 from kvarve.storage.hf3fs.owner import Owner
 from kvarve.storage.hf3fs.redis_map import RedisMap, password, redis_settings
 from kvarve.storage.redis.servers import library
 
-STORE_FILE = "store"
 _FIRST = "kvarve hf3fs 2"
 _REDIS = re.compile(r"rediss?://")
 _alone: dict[str, Owner] = {}  # of this process, by the stores' names
@@ -43,7 +41,7 @@ def own(setting: str | None, capacity_bytes: int, quota_bytes: int | None, folde
         settings, file, user = redis_settings(setting)
         if file is not None:
             settings = replace(settings, password=password(file), user=user)
-        store = _identified(folder.path, f"all that share {settings.where}/{settings.database}")
+        store = _identified(folder, f"all that share {settings.where}/{settings.database}")
         shared = RedisMap(settings, store, secrets.token_hex(8).encode())
         try:
             shared.holders([0])
@@ -52,7 +50,7 @@ def own(setting: str | None, capacity_bytes: int, quota_bytes: int | None, folde
             raise
         return Owner(capacity_bytes, quota_bytes, shared, _this_machine(), shared.close)
     with _opening:
-        store = _identified(folder.path, f"one process of {_this_machine()}")
+        store = _identified(folder, f"one process of {_this_machine()}")
         if owner := _alone.get(store):
             with owner.lock:
                 if owner.users:  # else it is being closed, and its lock still held
@@ -83,32 +81,20 @@ def _this_machine() -> str:
     return f"machine {socket.gethostname()}"
 
 
-def _identified(folder: Path, keeper: str) -> str:
+def _identified(folder: Folder, keeper: str) -> str:
     """The random name of the store in a folder, which gets one if it is new. Damaged: what its file says cannot be
     read. StorageError: its map is elsewhere, so each would give the other's room again."""
-    file = folder / STORE_FILE
+    file = folder.path / STORE_FILE
     try:
-        if not file.exists():
-            _make(file, keeper)
-        lines = file.read_bytes()[:1000].decode("utf-8").splitlines()
+        first = f"{_FIRST}\n{secrets.token_hex(16)}\n{keeper}\n"
+        lines = folder.identity(first.encode()).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise Damaged(f"{file}: {error}") from error
     if len(lines) != 3 or lines[0] != _FIRST:
         raise Damaged(f"{file} is damaged, or not written by kvarve: give an empty folder")
     if lines[2] != keeper:
         raise StorageError(
-            f"{folder} is used by {lines[2]}, and not by {keeper}: servers that share a store name one map,"
+            f"{folder.path} is used by {lines[2]}, and not by {keeper}: servers that share a store name one map,"
             f" metadata=redis://...; if it is not used so any more, write how into the last line of {file}"
         )
     return lines[1]
-
-
-def _make(file: Path, keeper: str) -> None:
-    """Another process may make it at the same time."""
-    new = file.with_name(f".{STORE_FILE}.{secrets.token_hex(8)}")
-    try:
-        new.write_text(f"{_FIRST}\n{secrets.token_hex(16)}\n{keeper}\n", "utf-8")
-        with suppress(FileExistsError):
-            os.link(new, file)
-    finally:
-        new.unlink(missing_ok=True)
