@@ -16,6 +16,7 @@ from kvarve.storage.hf3fs.hf3fs_backend import Settings, open_hf3fs
 from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs.owner import Owner
 from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES, Slot, file_name, hash_of
+from kvarve.storage.hf3fs.slot_table import SlotTable
 from kvarve.testing.suite import LABEL, Damage
 from kvarve.testing.suite_use import OBJECT_BYTES
 
@@ -146,6 +147,15 @@ def in_slots(stores: Stores) -> dict[str, Damage]:
         "a flipped bit of its header": written(40, b"\xfe"),
         "zeros": written(0, bytes(BLOCK_BYTES + OBJECT_BYTES)),
     }
+
+
+def check_slots(table: SlotTable) -> None:
+    """No slot is lost: each is free, at rest, or has an object."""
+    taken = sum(file.taken for file in table.files.values())
+    free = sum(len([1 for file, _ in size.free if file.extent.number in table.files]) for size in table._sizes.values())
+    resting = sum(file.extent.number in table.files for _, file, _ in table._resting)
+    assert taken + free + resting == sum(file.extent.places for file in table.files.values())
+    assert not [entry for file in table.files.values() for entry in file.slots if entry and not entry.live]
 
 
 def keep(storage: Hf3fsStorage) -> None:

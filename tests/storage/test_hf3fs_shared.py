@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from file_disks import WithoutSync
-from hf3fs_stores import CAPACITY_BYTES, RESTING, SLOT_BYTES, STORED, Stores, keep, stores_in
+from hf3fs_stores import RESTING, SLOT_BYTES, STORED, Stores, check_slots, keep, stores_in
 from processes import PATIENCE_S
 from redis_server import RedisServer
 
@@ -438,7 +438,7 @@ for turn in range(10 ** 9):
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_servers_that_are_killed_and_stopped_under_traffic_read_no_wrong_byte(
-    server: RedisServer, tmp_path: Path
+    opened: Opened, server: RedisServer, stores: Stores, tmp_path: Path
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -472,5 +472,17 @@ def test_servers_that_are_killed_and_stopped_under_traffic_read_no_wrong_byte(
         assert process.poll() is None, process.stderr.read()
         process.kill()
         process.communicate(timeout=PATIENCE_S)
-    total = sum(path.stat().st_size for path in (tmp_path / "here").glob("slots-*"))
-    assert total <= 2 * CAPACITY_BYTES
+    server.ask("FLUSHALL")  # and so nobody has a lease
+    storage = opened(capacity_bytes=4 << 20)
+    for _ in range(3):
+        keep(storage)
+    assert {path.name for path in files(stores)} == {file_name(it.extent) for it in stores.owner().table.files.values()}
+    assert sum(path.stat().st_size for path in files(stores)) <= stores.owner().table.own_bytes <= 4 << 20
+    check_slots(stores.owner().table)
+    stores.stop_the_clock()
+    names, stored = [f"new-{i}" for i in range(8)], [False]
+    for _ in names:  # what is evicted for them rests first
+        stores.clock.now += REST_S
+        stored = storage.put(names, [memoryview(bytes(2000 + 1800 * i)) for i in range(8)])
+    assert all(stored)
+    check_slots(stores.owner().table)

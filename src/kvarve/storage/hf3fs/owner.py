@@ -299,6 +299,7 @@ class Owner:
             spare = table.capacity_bytes - others.total() - table.own_bytes
             if spare < 0 and table.own_bytes >= max(others.values(), default=0):
                 table.shrink(-spare, self.clock())
+                spare = table.capacity_bytes - others.total() - table.own_bytes
             poor = table.capacity_bytes // processes - table.own_bytes if processes > 1 and spare >= 0 else 0
             table.others_bytes = others.total() - max(0, min(poor, EXTENT_BYTES) - spare)
             table.quota_bytes = self._quota_bytes and self._quota_bytes // processes
