@@ -38,9 +38,9 @@ from hf3fs_mounts import Bindfs
 from behind import metadata
 from behind.pages import BATCH, MIB, Pages
 from common import arguments, machine, show, watched, write_json
-from kvarve.storage.hf3fs.hf3fs_backend import Settings, open_hf3fs
-from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs.slot_layout import slot_bytes_for
+from kvarve.storage.hf3fs._hf3fs_backend import Settings, open_hf3fs
+from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
+from kvarve.storage.hf3fs._slot_layout import slot_bytes_for
 from kvarve.system.regions import shared_region
 from tests.sim.usrbio import Emulator
 

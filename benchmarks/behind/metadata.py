@@ -13,11 +13,11 @@ from redis_server import RedisServer
 
 from common import watched
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs.hf3fs_folder import Folder
-from kvarve.storage.hf3fs.io_posix import PosixEngine
-from kvarve.storage.hf3fs.owner import Owner
-from kvarve.storage.hf3fs.slot_table import Entry
-from kvarve.storage.hf3fs.stores import own
+from kvarve.storage.hf3fs._hf3fs_folder import Folder
+from kvarve.storage.hf3fs._io_posix import PosixEngine
+from kvarve.storage.hf3fs._owner import Owner
+from kvarve.storage.hf3fs._slot_table import Entry
+from kvarve.storage.hf3fs._stores import own
 
 SLOT_BYTES = 1 << 20
 LOOKED_UP, WRITTEN = 128, 32

@@ -11,12 +11,12 @@ from processes import PATIENCE_S
 
 from kvarve.storage import Storage
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs import stores as stores_module
-from kvarve.storage.hf3fs.hf3fs_backend import Settings, open_hf3fs
-from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs.owner import Owner
-from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES, Slot, file_name, hash_of
-from kvarve.storage.hf3fs.slot_table import SlotTable
+from kvarve.storage.hf3fs import _stores as stores_module
+from kvarve.storage.hf3fs._hf3fs_backend import Settings, open_hf3fs
+from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
+from kvarve.storage.hf3fs._owner import Owner
+from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES, Slot, file_name, hash_of
+from kvarve.storage.hf3fs._slot_table import SlotTable
 from kvarve.testing.suite import LABEL, Damage
 from kvarve.testing.suite_use import OBJECT_BYTES
 

@@ -14,7 +14,7 @@ from hf3fs_stores import RESERVED, RESTING, STORED, Stores, stores_in
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, deadline
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
+from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
 from tests.sim.usrbio import Emulator, Fate, Operation
 
 SOON_S, LONG_S = 0.1, 60.0

@@ -20,12 +20,12 @@ from kvarve.errors import StorageError
 from kvarve.storage import check_storage, open_storage
 from kvarve.storage.base import Damaged
 from kvarve.storage.file.disk import Directory, Disk
-from kvarve.storage.hf3fs import hf3fs_storage as storage_module
-from kvarve.storage.hf3fs import owner as owner_module
-from kvarve.storage.hf3fs.hf3fs_folder import STORE_FILE
-from kvarve.storage.hf3fs.owner import Owner
-from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES
-from kvarve.storage.hf3fs.slot_table import REST_S
+from kvarve.storage.hf3fs import _hf3fs_storage as storage_module
+from kvarve.storage.hf3fs import _owner as owner_module
+from kvarve.storage.hf3fs._hf3fs_folder import STORE_FILE
+from kvarve.storage.hf3fs._owner import Owner
+from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES
+from kvarve.storage.hf3fs._slot_table import REST_S
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 OBJECTS = 6

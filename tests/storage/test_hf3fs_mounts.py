@@ -14,8 +14,8 @@ from processes import until
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, check_storage
 from kvarve.storage.file.disk import Directory, Disk
-from kvarve.storage.hf3fs import hf3fs_backend
-from kvarve.storage.hf3fs import hf3fs_storage as storage_module
+from kvarve.storage.hf3fs import _hf3fs_backend as hf3fs_backend
+from kvarve.storage.hf3fs import _hf3fs_storage as storage_module
 from kvarve.testing.suite import LABEL, get, put, there
 from tests.sim.usrbio import Emulator
 

@@ -19,10 +19,10 @@ from kvarve.errors import StorageError
 from kvarve.storage import base as base_module
 from kvarve.storage import deadline
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs import hf3fs_storage as storage_module
-from kvarve.storage.hf3fs import io_usrbio as engine_module
-from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs.io_usrbio import LOST, UsrbioEngine
+from kvarve.storage.hf3fs import _hf3fs_storage as storage_module
+from kvarve.storage.hf3fs import _io_usrbio as engine_module
+from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
+from kvarve.storage.hf3fs._io_usrbio import LOST, UsrbioEngine
 from kvarve.system.background import BackgroundCall
 from kvarve.system.regions import HostRegion, shared_region
 from kvarve.testing.suite import get, put

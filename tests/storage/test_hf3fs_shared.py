@@ -18,13 +18,13 @@ from redis_server import RedisServer
 
 import forks
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.hf3fs import owner as owner_module
-from kvarve.storage.hf3fs import redis_map
-from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs.redis_map import RedisMap, packed
-from kvarve.storage.hf3fs.slot_layout import Extent, file_name
-from kvarve.storage.hf3fs.slot_table import REST_S
-from kvarve.storage.hf3fs.stores import check_map
+from kvarve.storage.hf3fs import _owner as owner_module
+from kvarve.storage.hf3fs import _redis_map as redis_map
+from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
+from kvarve.storage.hf3fs._redis_map import RedisMap, packed
+from kvarve.storage.hf3fs._slot_layout import Extent, file_name
+from kvarve.storage.hf3fs._slot_table import REST_S
+from kvarve.storage.hf3fs._stores import check_map
 from kvarve.storage.redis.wire import command
 from kvarve.testing.suite import LABEL, get, put, there
 

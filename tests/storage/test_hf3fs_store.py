@@ -15,10 +15,10 @@ from processes import until
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage, open_storage
 from kvarve.storage.file.disk import Directory, Disk
-from kvarve.storage.hf3fs import hf3fs_storage as storage_module
-from kvarve.storage.hf3fs.hf3fs_folder import Folder
-from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs.slot_layout import (
+from kvarve.storage.hf3fs import _hf3fs_storage as storage_module
+from kvarve.storage.hf3fs._hf3fs_folder import Folder
+from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
+from kvarve.storage.hf3fs._slot_layout import (
     BLOCK_BYTES,
     HEADER_BYTES,
     Extent,
@@ -30,7 +30,7 @@ from kvarve.storage.hf3fs.slot_layout import (
     read_header,
     slot_bytes_for,
 )
-from kvarve.storage.hf3fs.slot_table import SPREAD
+from kvarve.storage.hf3fs._slot_table import SPREAD
 from kvarve.storage.urls import allocate
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 from tests.sim.usrbio import Emulator
@@ -289,7 +289,7 @@ def test_without_the_binding_auto_means_posix_and_with_it_arenas_are_shared_memo
     assert allocate(url, 4096) is None
     assert "the POSIX engine is used" in caplog.text
     daemon = Emulator(tmp_path)
-    monkeypatch.setattr("kvarve.storage.hf3fs.hf3fs_backend.load", lambda: daemon)
+    monkeypatch.setattr("kvarve.storage.hf3fs._hf3fs_backend.load", lambda: daemon)
     region = allocate(url, 4096)
     assert region is not None and region.name is not None
     storage = open_storage(url, label=LABEL, description="model A")

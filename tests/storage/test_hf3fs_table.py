@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from kvarve.storage.hf3fs.slot_layout import Extent, Slot, Title
-from kvarve.storage.hf3fs.slot_table import REST_S, Entry, SlotTable
+from kvarve.storage.hf3fs._slot_layout import Extent, Slot, Title
+from kvarve.storage.hf3fs._slot_table import REST_S, Entry, SlotTable
 
 K = 4096
 LABELS = b"1" * 32, b"2" * 32

@@ -29,9 +29,9 @@ from typing import Any, Protocol
 
 from kvarve.errors import ConfigError
 from kvarve.storage.base import left_s
-from kvarve.storage.hf3fs.hf3fs_folder import Folder
-from kvarve.storage.hf3fs.io_engine import Engine, Move, Short, cut, sync
-from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES
+from kvarve.storage.hf3fs._hf3fs_folder import Folder
+from kvarve.storage.hf3fs._io_engine import Engine, Move, Short, cut, sync
+from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES
 from kvarve.system.background import Abandoned, BackgroundCall, WorkerPool
 from kvarve.system.regions import HostRegion, address, shared_region
 

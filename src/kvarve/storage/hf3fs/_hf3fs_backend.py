@@ -11,12 +11,12 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, check_settings
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.folder import Medium, checked_path
-from kvarve.storage.hf3fs.hf3fs_folder import check_path, nearest_place
-from kvarve.storage.hf3fs.hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs.io_engine import Engine
-from kvarve.storage.hf3fs.io_posix import PosixEngine
-from kvarve.storage.hf3fs.io_usrbio import Library, UsrbioEngine, load
-from kvarve.storage.hf3fs.stores import check_map, own
+from kvarve.storage.hf3fs._hf3fs_folder import check_path, nearest_place
+from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
+from kvarve.storage.hf3fs._io_engine import Engine
+from kvarve.storage.hf3fs._io_posix import PosixEngine
+from kvarve.storage.hf3fs._io_usrbio import Library, UsrbioEngine, load
+from kvarve.storage.hf3fs._stores import check_map, own
 from kvarve.storage.urls import Backend, StorageUrl
 from kvarve.system.background import Abandoned, BackgroundCall
 from kvarve.system.mounts import mounts

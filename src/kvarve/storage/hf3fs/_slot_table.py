@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvarve.storage.base import group_of
-from kvarve.storage.hf3fs.slot_layout import MOST_PLACES, NUMBER_BITS, Extent, Slot, Title
+from kvarve.storage.hf3fs._slot_layout import MOST_PLACES, NUMBER_BITS, Extent, Slot, Title
 
 REST_S = 150.0  # longer than any read or write takes that is not stuck for good
 EXTENT_BYTES = 1 << 30

@@ -19,11 +19,11 @@ from pathlib import Path
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces
 from kvarve.storage.file.disk import FULL, Disk
-from kvarve.storage.hf3fs.hf3fs_folder import Folder
-from kvarve.storage.hf3fs.io_engine import Engine, Move, Short
-from kvarve.storage.hf3fs.owner import Owner
-from kvarve.storage.hf3fs.slot_layout import Slot, Title, hash_of, slot_bytes_for
-from kvarve.storage.hf3fs.slot_table import Entry
+from kvarve.storage.hf3fs._hf3fs_folder import Folder
+from kvarve.storage.hf3fs._io_engine import Engine, Move, Short
+from kvarve.storage.hf3fs._owner import Owner
+from kvarve.storage.hf3fs._slot_layout import Slot, Title, hash_of, slot_bytes_for
+from kvarve.storage.hf3fs._slot_table import Entry
 from kvarve.system.background import BackgroundCall
 from kvarve.system.regions import HostRegion
 

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvarve.storage.file.disk import Disk, is_aligned
-from kvarve.storage.hf3fs.hf3fs_folder import File
-from kvarve.storage.hf3fs.io_engine import Engine, Move, Short, cut, each, sync
-from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES
+from kvarve.storage.hf3fs._hf3fs_folder import File
+from kvarve.storage.hf3fs._io_engine import Engine, Move, Short, cut, each, sync
+from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES
 from kvarve.system.background import WorkerPool
 
 _BOUNCE_BYTES = 1 << 20

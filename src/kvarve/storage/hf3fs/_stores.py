@@ -11,9 +11,9 @@ from pathlib import Path
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Damaged
 from kvarve.storage.file.folder import Medium
-from kvarve.storage.hf3fs.hf3fs_folder import STORE_FILE, Folder
-from kvarve.storage.hf3fs.owner import Owner
-from kvarve.storage.hf3fs.redis_map import RedisMap, password, redis_settings
+from kvarve.storage.hf3fs._hf3fs_folder import STORE_FILE, Folder
+from kvarve.storage.hf3fs._owner import Owner
+from kvarve.storage.hf3fs._redis_map import RedisMap, password, redis_settings
 from kvarve.storage.redis.servers import library
 
 _FIRST = "kvarve hf3fs 2"

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from kvarve.storage.hf3fs.hf3fs_folder import File, Folder
-from kvarve.storage.hf3fs.slot_layout import BLOCK_BYTES, HEADER_BYTES, Title, digest, header
+from kvarve.storage.hf3fs._hf3fs_folder import File, Folder
+from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES, HEADER_BYTES, Title, digest, header
 from kvarve.system.background import WorkerPool
 from kvarve.system.regions import HostRegion
 

@@ -26,7 +26,7 @@ from kvarve.errors import StorageError
 from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, NotOurs
 from kvarve.storage.file.folder import Medium
 from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
-from kvarve.storage.hf3fs.slot_layout import Extent, extent_of, file_name
+from kvarve.storage.hf3fs._slot_layout import Extent, extent_of, file_name
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from contextlib import suppress
 from kvarve.errors import StorageError
 from kvarve.storage.base import StorageUsage, in_group
 from kvarve.storage.file.folder import Medium
-from kvarve.storage.hf3fs.hf3fs_folder import Folder
-from kvarve.storage.hf3fs.io_engine import Engine, Move, Short
-from kvarve.storage.hf3fs.redis_map import LEASE_S, Placed, RedisMap
-from kvarve.storage.hf3fs.slot_layout import Extent, Slot, Title, read_header
-from kvarve.storage.hf3fs.slot_table import EXTENT_BYTES, Entry, SlotTable
+from kvarve.storage.hf3fs._hf3fs_folder import Folder
+from kvarve.storage.hf3fs._io_engine import Engine, Move, Short
+from kvarve.storage.hf3fs._redis_map import LEASE_S, Placed, RedisMap
+from kvarve.storage.hf3fs._slot_layout import Extent, Slot, Title, read_header
+from kvarve.storage.hf3fs._slot_table import EXTENT_BYTES, Entry, SlotTable
 
 log = logging.getLogger(__name__)
 

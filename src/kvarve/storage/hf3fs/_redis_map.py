@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.hf3fs.slot_layout import Extent, Slot, can_be, fits
+from kvarve.storage.hf3fs._slot_layout import Extent, Slot, can_be, fits
 from kvarve.storage.redis.redis_backend import read_settings
 from kvarve.storage.redis.redis_storage import RedisStorage
 from kvarve.storage.redis.servers import Settings
