@@ -144,7 +144,8 @@ class Operator:
                 self._made(kind, flush, self.now)
             case "misspelt":
                 policy = self._dice.choice([*POLICIES])
-                self._refused(kind, self._put(self.urls[0], **{policy: "write_thru"}), 400, "unknown .*write_thru")
+                put = self._put(self.urls[0], **{policy: "write_thru"})
+                self._refused(kind, put, 400, "must be .*got 'write_thru'")
             case "impossible":
                 self._refused(kind, self._put(self._impossible), 500, "no-folder")
             case "at once":  # the second is refused if the first one is still under way
