@@ -176,7 +176,7 @@ INSTALL_OF = {
     "cli/admin_client.py": "server",
     "bench": "server",
     "bench/bench_command.py": "base",
-    "planner/sweep.py": "demo",
+    "planner/charts.py": "demo",
 }
 # What a module finds in the engine that loads it.
 ENGINES = {

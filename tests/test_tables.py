@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvarve.core.observe.reasons import Reason
+from kvarve.pages.pools import Tier
 from kvarve.planner.replayer import SimulationReport
 from kvarve.planner.simulate_command import _curve, _table
 from kvarve.planner.simulation_config import SimulationConfig
@@ -56,8 +57,8 @@ def test_a_simulation_and_a_sweep() -> None:
     report.evicted = dict.fromkeys(("device.attention", "host.attention", "storage.attention"), 12_345_678)
     report.moved_bytes = {"device_to_host": 1 << 45, "host_to_storage": 1 << 45}
     config = SimulationConfig(device_memory=1003 << 20, host_memory=1003 << 30, storage_memory=1003 << 30)
-    missed = dict.fromkeys(COMPARED, 1.0)
-    lines(_curve([Point(device_memory=1003 << 20, share=1.0, missed=missed, bound=1.0)]))
+    hit = dict.fromkeys(COMPARED, 1.0)
+    lines(_curve([Point(share=1.0, memory=1003 << 20, hit=hit, bound=1.0)], Tier.STORAGE))
     text = " ".join(lines(_table(report, config)))
     words = [word for reason in Reason if not reason.value.startswith("hit") for word in reason.value.split("_")]
     assert not [word for word in words if word not in text]

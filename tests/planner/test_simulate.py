@@ -111,7 +111,7 @@ def test_a_trace_may_be_packed_and_cut_short(tmp_path: Path) -> None:
     ("bad", "complaint"),
     [
         ("{]\n", "not JSON"),
-        ('{"timestamp": 1}\n', "no input_length, output_length, hash_ids"),
+        ('{"timestamp": 1}\n', "no input_length, hash_ids"),
         (line([1], timestamp="soon"), "timestamp is 'soon'"),
         (line([1], input_length=0), "input_length is 0"),
         (line([1], input_length=10**18), "input_length is 1000000000000000000"),
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
         ({"kv_bytes_per_token": 0}, "nothing to cache"),
         ({"window_tokens": 100}, "a window needs both"),
         ({"state_bytes": -1}, "state bytes cannot be below zero"),
-        ({"page_tokens": 0}, "at least one token"),
+        ({"block_tokens": 0}, "at least one token"),
         ({"page_tokens": 64, "chunk_tokens": 100}, "chunks of 100 tokens do not consist of pages of 64"),
     ],
 )

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvarve.bench.load import TIERS, Record, Round, digest
 from kvarve.errors import ConfigError
-from kvarve.planner.sweep import pyplot
+from kvarve.planner.charts import pyplot
 from kvarve.reports import plain_table
 
 # Milliseconds of a request, by the name that serving benchmarks give them.

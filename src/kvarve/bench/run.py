@@ -17,7 +17,7 @@ from kvarve.bench.figures import draw, figures, same_answers, table
 from kvarve.bench.load import Client, Record, Round, arrivals, connected, send_all
 from kvarve.bench.workloads import Conversation, warm_up
 from kvarve.errors import ConfigError, KvarveError
-from kvarve.planner.sweep import pyplot
+from kvarve.planner.charts import pyplot
 from kvarve.reference.server.server_process import empty_log, served
 from kvarve.reports import Printer, check_file
 from kvarve.settings.options import needs

@@ -136,6 +136,11 @@ app.command(
     name="simulate",
     help="Replay a trace through the cache's own code and say what memory buys.",
 )
+app.command(
+    "kvarve.planner.simulate_command:plan",
+    name="plan",
+    help="Say how much host memory and storage a hit rate takes, for a trace of prompts.",
+)
 
 
 app.command(bench)

@@ -7,7 +7,7 @@ turn.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvarve.core.copies.effects import Began, Copy, Ended, Event, Hurry, Page, Probe, Transfer
+from kvarve.core.copies.effects import Began, Copy, Ended, Event, Hurry, Page, Probe, Refusal, Transfer
 from kvarve.core.core import Core
 from kvarve.core.lease import Ask, Lease, Prompt
 from kvarve.core.observe.reasons import Reason, explain
@@ -27,7 +27,7 @@ from kvarve.pages.keys import TOKEN_BYTES, bind_to_chunk, object_name, root_key
 from kvarve.pages.pools import PoolSpec, Tier
 from kvarve.planner.routing import PrefixRouter
 from kvarve.planner.simulation_config import SimulationConfig
-from kvarve.planner.traces import Advance, Infinite, Prompts, TraceRequest, has_prompts, read_trace
+from kvarve.planner.traces import Advance, Infinite, Prompts, TraceRequest, block_size, read_trace
 from kvarve.records.record import record_bytes
 from kvarve.storage.base import LruIndex
 
@@ -113,7 +113,8 @@ class Transfers:
         edge = f"{effect.source.name}_to_{effect.target.name}".lower()
         moved = sum(sizes[page.pool] for i, page in enumerate(effect.pages) if good >> i & 1)
         self.moved_bytes[edge] = self.moved_bytes.get(edge, 0) + moved
-        return Ended(effect.op, good)
+        full = effect.target is Tier.STORAGE and good + 1 < 1 << len(effect.pages)
+        return Ended(effect.op, good, refused=Refusal.FULL if full else Refusal.NONE)
 
     def _name(self, root: bytes, page: Page) -> str:
         return object_name(root, page.key, self._names[page.pool])
@@ -172,17 +173,19 @@ class Replica:
         self._config, self._clock, self._report = config, clock, report
         self._transfers = Transfers(self.core.pools, storage, report.moved_bytes)
         self._patience = config.policies.patience() if config.late else WAIT_COMPLETE
-        self._waiting: deque[tuple[TraceRequest, float, Lease]] = deque()
+        self._waiting: deque[tuple[TraceRequest, int, float, Lease]] = deque()
+        below = Reason.EVICTED_HOST if config.host_memory else Reason.EVICTED_DEVICE
+        self._gone = Reason.EVICTED_STORAGE if config.storage_memory else below
         self._computing = False
         self._chunk = config.grid // config.page_tokens  # pages
         self._flying = 0  # transfers that take time
         self._free_at: dict[tuple[Tier, Tier], float] = {}  # when the last copy of a kind ends
 
-    def take(self, request: TraceRequest, root: bytes, packed: bytes) -> None:
-        """A request has come."""
+    def take(self, request: TraceRequest, seen: int, root: bytes, packed: bytes) -> None:
+        """A request has come, of whose tokens earlier ones had `seen`."""
         self.requests += 1
         lease = self.core.open(Prompt(root, packed), self._clock.now, Ask(self._patience))
-        self._waiting.append((request, self._clock.now, lease))
+        self._waiting.append((request, seen, self._clock.now, lease))
         if len(self._waiting) > 1 or self._computing:
             self._settle()  # its pages are fetched meanwhile
         self._go_on()
@@ -190,7 +193,7 @@ class Replica:
     def _go_on(self) -> None:
         """Claim and compute the requests that wait, until one of them has to wait for a copy or for its own end."""
         while self._waiting and not self._computing:
-            request, came, lease = self._waiting[0]
+            request, seen, came, lease = self._waiting[0]
             if not self.core.claim(lease, self._clock.now):
                 if self._step() or not self._flying:
                     continue
@@ -198,7 +201,7 @@ class Replica:
                     self._clock.at(ends, self._time_passed)
                 return
             self._waiting.popleft()
-            self._count(request, lease)
+            self._count(request, seen, lease)
             if speed := self._config.prefill_tokens_per_s:
                 self._computing = True
                 computed = request.input_length - lease.boundary * self._config.page_tokens
@@ -222,16 +225,23 @@ class Replica:
         core.growth.publish(lease, lease.grown)
         core.close(lease)
         self._settle()
-        while not core.idle() and not self._flying:
-            self._settle()
+        resting = 0  # steps in a row that ended nothing: stores that were refused back off, and no time passes here
+        while not core.idle() and not self._flying and resting < 2:
+            resting = 0 if self._step() else resting + 1
         self._report.paused_requests += core.governor.paused
 
-    def _count(self, request: TraceRequest, lease: Lease) -> None:
-        """A request begins to compute: that is what it resumed from."""
+    def _count(self, request: TraceRequest, seen: int, lease: Lease) -> None:
+        """A request begins to compute: that is what it resumed from. A core may have forgotten what left long ago; the
+        trace has not."""
         report, page = self._report, self._config.page_tokens
         for tier, pages in zip(Tier, lease.from_tiers(), strict=True):
             report.hit_tokens[tier.name.lower()] += pages * page
-        for reason, tokens in explain(lease, self.core.paths).items():
+        reasons = Counter(explain(lease, self.core.paths))
+        if unknown := reasons.pop(Reason.UNKNOWN, 0):  # at the end of what could be hit
+            last = lease.limit * page // self._config.grid * self._config.grid
+            reasons[Reason.NEVER_SEEN] += (new := min(unknown, max(0, last - seen)))
+            reasons[self._gone] += unknown - new
+        for reason, tokens in reasons.items():
             report.reasons[reason.value] += tokens
         report.cost += self._config.cost(request.input_length // page)
         report.saved_cost += self._config.cost(lease.boundary)
@@ -292,9 +302,9 @@ def replay(
 def requests_of(
     path: Path, config: SimulationConfig, limit: int | None = None, advance: Advance = lambda done, size: None
 ) -> tuple[Iterable[TraceRequest], SimulationConfig]:
-    """The first requests of a trace, and the settings with the size of its blocks: a page, where it has the prompts."""
-    if has_prompts(path):
-        config = replace(config, block_tokens=config.page_tokens)
+    """The first requests of a trace, and the settings with the size of its blocks."""
+    if (said := block_size(path, config.page_tokens)) is not None:
+        config = replace(config, block_tokens=said)
     return islice(read_trace(path, config.block_tokens, advance), limit), config
 
 
@@ -314,11 +324,12 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
             chosen = dice.randrange(len(replicas))
         else:
             chosen = by_prefix.choose(root, packed, [TOKEN_BYTES * each.work for each in replicas])
-        replicas[chosen].take(request, root, packed)
+        seen = infinite.hit(request)
+        replicas[chosen].take(request, seen, root, packed)
         report.requests += 1
         report.prompt_tokens += request.input_length
         report.output_tokens += request.output_length
-        report.infinite_hit_tokens += infinite.hit(request)
+        report.infinite_hit_tokens += seen
     clock.until(inf)
     report.unique_blocks = len(infinite.seen)
     report.by_replica = [each.requests for each in replicas]

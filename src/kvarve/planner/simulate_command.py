@@ -1,6 +1,7 @@
-"""`kvarve simulate`: a table of what memory buys."""
+"""`kvarve simulate`, a table of what memory buys; `kvarve plan`, how much memory a target takes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,88 +9,170 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvarve.core.observe.reasons import HITS, Reason
 from kvarve.errors import ConfigError
 from kvarve.pages.pools import Tier
 from kvarve.pages.sizes import format_size
+from kvarve.planner.charts import PICTURES, pyplot
+from kvarve.planner.plan import REPLAYS, Plan
+from kvarve.planner.plan import draw as draw_plan
+from kvarve.planner.plan import plan as planned
 from kvarve.planner.replayer import SimulationReport, replay, requests_of
 from kvarve.planner.simulation_config import SimulationConfig
-from kvarve.planner.sweep import COMPARED, SHARES, Point, draw, pyplot
+from kvarve.planner.sweep import COMPARED, PAYS, SHARES, Point, draw, pays_until, swept
 from kvarve.planner.sweep import sweep as curve
+from kvarve.planner.traces import Advance, TraceRequest
 from kvarve.reports import check_file, is_stdout, plain_table, write_json
 from kvarve.settings.options import FLAT, ConfigFile, JsonFile, needs
 
-PICTURES = (".png", ".svg", ".pdf")
 SETTINGS = SimulationConfig()
+
+Trace = Annotated[Path, Parameter(help="JSON lines, plain or gzip: see docs/planning.md")]
+Limit = Annotated[PositiveInt | None, Parameter(help="number of requests to replay, the first of the trace")]
+Report = Annotated[JsonFile, Parameter(help="file for the report too; -: to standard output alone")]
 
 
 def main(
-    trace: Annotated[Path, Parameter(help="JSON lines, plain or gzip: see docs/planning.md")],
+    trace: Trace,
     /,
     *,
     settings: Annotated[SimulationConfig, FLAT] = SETTINGS,
-    sweep: Annotated[Path | None, Parameter(help="try all eviction orders at many sizes, and draw them there")] = None,
-    limit: Annotated[PositiveInt | None, Parameter(help="only the first N requests of the trace")] = None,
-    json: Annotated[JsonFile, Parameter(help="write the report there too; -: to standard output alone")] = None,
+    sweep: Annotated[
+        Path | None, Parameter(help="picture of all eviction orders at many sizes of the first tier that has none")
+    ] = None,
+    limit: Limit = None,
+    json: Report = None,
     config: ConfigFile = None,
 ) -> int:
     """Replay a trace through the cache's own code and say what memory buys."""
     check_file("--json", json)
-    check_file("--sweep", sweep)
-    if sweep is None and not settings.device_memory:
-        raise ConfigError("--device-memory is required, or --sweep, which tries many sizes")
-    if sweep is not None:
-        _check_sweep(sweep, settings)
-    console = Console(quiet=is_stdout(json))
+    if sweep is None:
+        if not settings.device_memory:
+            raise ConfigError("--device-memory is required, or --sweep, which tries many sizes")
+        with _progress(trace) as (progress, task):
+            report = replay(trace, settings, limit=limit, advance=_advance(progress, task))
+        Console(quiet=is_stdout(json)).print(_table(report, settings))
+        write_json(json, {"config": asdict(settings), **report.as_json()})
+        return 0
+    if settings.policies.eviction != SETTINGS.policies.eviction:
+        raise ConfigError("--sweep tries all eviction orders: leave out --eviction")
+    _check_untimed("--sweep", settings)
+    tier = swept(settings)
+    _check_picture("--sweep", sweep, "simulate --sweep")
+    with _progress(trace) as (progress, task):
+        requests, settings = _read(trace, settings, limit, progress, task)
+        progress.reset(task, total=len(SHARES) * len(COMPARED))
+        points = [*curve(requests, settings, lambda: progress.advance(task))]
+    draw(points, tier, f"{trace.name}: {len(requests):,} requests", sweep)
+    Console(quiet=is_stdout(json)).print(_curve(points, tier))
+    write_json(
+        json, {"config": asdict(settings), "tier": tier.name.lower(), "points": [asdict(each) for each in points]}
+    )
+    return 0
+
+
+def plan(
+    trace: Trace,
+    /,
+    *,
+    settings: Annotated[SimulationConfig, FLAT] = SETTINGS,
+    target: Annotated[str, Parameter(help="share of what unlimited memory hits that is to be hit")] = "90%",
+    picture: Annotated[Path | None, Parameter(help="file for hit rates over memory: .svg, .png or .pdf")] = None,
+    limit: Limit = None,
+    json: Report = None,
+    config: ConfigFile = None,
+) -> int:
+    """Say how much host memory and storage a hit rate takes, for a trace of prompts."""
+    check_file("--json", json)
+    if picture is not None:
+        _check_picture("--picture", picture, "plan --picture")
+    share = _share(target)
+    if not settings.device_memory:
+        raise ConfigError("--device-memory must be given: the memory for pages that each replica has beside the model")
+    if settings.host_memory or settings.storage_memory:
+        raise ConfigError("kvarve plan finds the host memory and the storage: leave out their sizes")
+    _check_untimed("kvarve plan", settings)
+    with _progress(trace) as (progress, task):
+        requests, settings = _read(trace, settings, limit, progress, task)
+        progress.reset(task, total=REPLAYS)
+        made = planned(requests, settings, share, lambda: progress.advance(task))
+    if picture is not None:
+        draw_plan(made, f"{trace.name}: {len(requests):,} requests", picture)
+    console = Console(quiet=is_stdout(json), highlight=False)
+    console.print(made.sentence, soft_wrap=True)
+    console.print(_planned(made))
+    write_json(json, {"config": asdict(settings), **asdict(made), "sentence": made.sentence})
+    return 0
+
+
+@contextmanager
+def _progress(trace: Path) -> Iterator[tuple[Progress, TaskID]]:
     errors = Console(stderr=True)
     name = TextColumn("{task.description}", markup=False)
     columns = (name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task(trace.name)
-
-        def advance(done: int, size: int) -> None:
-            progress.update(task, completed=done, total=size)
-
-        if sweep is None:
-            report = replay(trace, settings, limit=limit, advance=advance)
-        else:
-            asked, settings = requests_of(trace, settings, limit, advance)
-            requests = [*asked]
-            progress.reset(task, total=len(SHARES) * len(COMPARED))
-            points = [*curve(requests, settings, lambda: progress.advance(task))]
-    if sweep is None:
-        console.print(_table(report, settings))
-        write_json(json, {"config": asdict(settings), **report.as_json()})
-        return 0
-    draw(points, f"{trace.name}: {len(requests):,} requests", sweep)
-    console.print(_curve(points))
-    write_json(json, {"config": asdict(settings), "points": [asdict(point) for point in points]})
-    return 0
+        yield progress, progress.add_task(trace.name)
 
 
-def _check_sweep(path: Path, settings: SimulationConfig) -> None:
-    """ConfigError for settings that a sweep chooses itself, and if no picture can be drawn."""
-    if settings.device_memory:
-        raise ConfigError("--sweep chooses the device memory itself: leave out --device-memory")
-    if settings.policies.eviction != SETTINGS.policies.eviction:
-        raise ConfigError("--sweep tries all eviction orders: leave out --eviction")
-    if settings.prefill_tokens_per_s:
-        raise ConfigError("--sweep counts hits, not seconds: leave out --prefill-tokens-per-s and the speeds of copies")
+def _advance(progress: Progress, task: TaskID) -> Advance:
+    return lambda done, size: progress.update(task, completed=done, total=size)
+
+
+def _read(
+    trace: Path, settings: SimulationConfig, limit: int | None, progress: Progress, task: TaskID
+) -> tuple[list[TraceRequest], SimulationConfig]:
+    requests, settings = requests_of(trace, settings, limit, _advance(progress, task))
+    return [*requests], settings
+
+
+def _check_picture(option: str, path: Path, command: str) -> None:
+    """ConfigError if no picture can be drawn there: before the work."""
+    check_file(option, path)
     if path.suffix not in PICTURES:
-        raise ConfigError(f"--sweep: {path}: a picture's name ends in one of {', '.join(PICTURES)}")
-    with needs("demo", "simulate --sweep"):
-        pyplot()  # what is missing is told before the work
+        raise ConfigError(f"{option}: {path}: a picture's name must end in one of {', '.join(PICTURES)}")
+    with needs("demo", command):
+        pyplot()
 
 
-def _curve(points: Sequence[Point]) -> Table:
-    table = plain_table(right=("memory", "of all pages", *COMPARED, "Belady's bound"))
+def _check_untimed(what: str, settings: SimulationConfig) -> None:
+    if settings.prefill_tokens_per_s:
+        raise ConfigError(f"{what} counts hits, not seconds: leave out --prefill-tokens-per-s and the speeds of copies")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"--target must be above 0% and at most 100%, such as 90%, got {text!r}")
+    return share
+
+
+def _planned(made: Plan) -> Table:
+    table = plain_table("tried", right=("memory", "hit rate", "Belady's bound"))
+    for what, points in (("host", made.by_host), ("storage", made.by_storage)):
+        for size, hit, bound in points:
+            table.add_row(what, format_size(size), f"{hit:.1%}", f"{bound:.1%}")
+        table.add_section()
+    table.add_row("infinite cache", "", f"{made.infinite:.1%}")
+    table.caption = f"storage beside {format_size(made.beside)} of host memory; each replica has the host memory"
+    return table
+
+
+def _curve(points: Sequence[Point], tier: Tier) -> Table:
+    memory = f"{tier.name.lower()} memory"
+    table = plain_table(right=(memory, "of all pages", *COMPARED, "Belady's bound"))
     for point in points:
-        missed = (f"{point.missed[order]:.1%}" for order in COMPARED)
-        table.add_row(format_size(point.device_memory), f"{point.share:.0%}", *missed, f"{point.bound:.1%}")
-    table.caption = "tokens missed, of all prompt tokens; no order can miss fewer than the bound"
+        hit = (f"{point.hit[order]:.1%}" for order in COMPARED)
+        table.add_row(format_size(point.memory), f"{point.share:.0%}", *hit, f"{point.bound:.1%}")
+    table.caption = (
+        "tokens hit, of all prompt tokens; no order can hit more than the bound; "
+        f"more than {format_size(pays_until(points).memory)} hits less than {PAYS:.0%} more"
+    )
     return table
 
 

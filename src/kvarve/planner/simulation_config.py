@@ -10,12 +10,14 @@ from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier, window_lookback
 from kvarve.pages.sizes import Size
+from kvarve.reference.server.serve_settings import Settings
 from kvarve.settings.options import FLAT, needs
 
 # Of `Policies`: where no copy takes time, no request waits for one; and no byte can be wrong.
 WAITING = ("prefetch_policy", "prefetch_base_s", "prefetch_per_ki_token_s", "storage_deadline_s")
 MEANINGLESS = (*WAITING, "verify_host", "hash_sample")
 SIZES = ("kv_bytes_per_token", "state_bytes", "window_tokens", "window_bytes_per_token")  # that a model says
+SERVED = Settings()
 ROUTINGS = ("prefix", "random")
 
 
@@ -44,10 +46,10 @@ class SimulationConfig:
     """that the window keeps for each of its last tokens"""
     block_tokens: int = 512
     """tokens that one id stands for"""
-    page_tokens: int = 512
-    """tokens of a page"""
+    page_tokens: int = 0
+    """tokens of a page; 0: 512, or with --model the default of kvarve serve"""
     chunk_tokens: int = 0
-    """the prefill grid; 0: the page size"""
+    """the prefill grid; 0: the page size, or with --model the default of kvarve serve"""
     cost_doubles_at: int = 0
     """tokens after which attention costs as much as all else, for the share of computing saved; 0: never"""
     prefill_tokens_per_s: int = 0
@@ -63,6 +65,10 @@ class SimulationConfig:
     policies: Annotated[Policies, FLAT] = Policies()
 
     def __post_init__(self) -> None:
+        served = self.model is not None and not self.page_tokens
+        object.__setattr__(self, "page_tokens", self.page_tokens or (SERVED.page_tokens if served else 512))
+        if served and not self.chunk_tokens:
+            object.__setattr__(self, "chunk_tokens", SERVED.chunk_tokens)
         for name, value in asdict(self).items():
             if isinstance(value, int) and value < 0:
                 raise ConfigError(f"{name.replace('_', ' ')} cannot be below zero, and is {value}")
@@ -72,8 +78,8 @@ class SimulationConfig:
                     f"a replay does not depend on the setting {name}, as its copies are instant: leave it out"
                     + (", or give storage bytes per s" if name in WAITING else "")
                 )
-        if not self.block_tokens or not self.page_tokens:
-            raise ConfigError("a block and a page have at least one token each")
+        if not self.block_tokens:
+            raise ConfigError("a block has at least one token")
         if self.grid % self.page_tokens:
             raise ConfigError(f"chunks of {self.grid} tokens do not consist of pages of {self.page_tokens}")
         given = [name for name in SIZES if getattr(self, name) != getattr(type(self), name)]

@@ -1,4 +1,4 @@
-"""The miss ratio of every eviction order at many sizes of memory, beside what no cache of the size could do better.
+"""The hit rate of every eviction order at many sizes of a tier, beside the most that any cache of the size could hit.
 
 That is Belady's rule, for pages that form prefix chains. Between two uses of a page it either stays, and the second use
 hits, or it does not; at no time do more pages stay than fit. Whenever too many would, the page whose next use is
@@ -11,79 +11,106 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from kvarve.core.slots.orders import ORDERS
 from kvarve.errors import ConfigError
-from kvarve.pages.sizes import Size
+from kvarve.pages.pools import Tier
+from kvarve.pages.sizes import Size, format_size
+from kvarve.planner.charts import INK, chart, line, mark
 from kvarve.planner.replayer import replayed
 from kvarve.planner.simulation_config import SimulationConfig
-from kvarve.planner.traces import TraceRequest
+from kvarve.planner.traces import Infinite, TraceRequest
 from kvarve.records.record import record_bytes
 
 NEVER = 1 << 62
+PAYS = 0.01  # of prompt tokens: more memory that hits less than that does not pay
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of what all pages of a trace take
 COMPARED = tuple(name for name in ORDERS if name != "priority")  # traces know no priorities: it would be LRU
 
 
 @dataclass(frozen=True)
 class Point:
-    """One size of device memory: the share of prompt tokens that each order misses, and the least that any can."""
+    """One size of a tier: the share of prompt tokens that each order hits, and the most that any can."""
 
     share: float
-    device_memory: int
-    missed: dict[str, float]
+    memory: int
+    hit: dict[str, float]
     bound: float
+
+
+def swept(config: SimulationConfig) -> Tier:
+    """The tier whose size a sweep chooses: the first one that has none."""
+    for tier in Tier:
+        if not getattr(config, f"{tier.name.lower()}_memory"):
+            return tier
+    raise ConfigError("--sweep needs a tier to size: leave out --storage-memory, or --host-memory with it")
+
+
+def sized(config: SimulationConfig, tier: Tier, memory: float) -> SimulationConfig:
+    """With this much memory in a tier."""
+    size = Size(max(1, int(memory)))
+    if tier is Tier.DEVICE:
+        return replace(config, device_memory=size)
+    return replace(config, host_memory=size) if tier is Tier.HOST else replace(config, storage_memory=size)
+
+
+class Workload:
+    """The requests of a trace, and what all of their pages and states take."""
+
+    def __init__(self, requests: Sequence[TraceRequest], config: SimulationConfig) -> None:
+        self.requests, self.config = requests, config
+        self.tokens = max(1, sum(request.input_length for request in requests))
+        self.belady = Belady(requests, config.block_tokens, config.page_tokens)
+        states = sum(pool.payload_bytes * pool.lookback for pool in config.pools if pool.lookback is not None)
+        pages = sum(pool.payload_bytes for pool in config.pools if pool.lookback is None)
+        self.footprint = self.belady.pages * pages + len(requests) * states  # a snapshot at each prompt's end
+        infinite = Infinite(config.block_tokens)
+        self.infinite = sum(infinite.hit(request) for request in requests) / self.tokens
+
+    def hit(self, config: SimulationConfig) -> float:
+        """The share of prompt tokens that a replay hits."""
+        return replayed(self.requests, config).hit_rate
+
+    def bound(self, config: SimulationConfig) -> float:
+        """The largest share of prompt tokens that any cache of these sizes can hit."""
+        return self.belady.hit_tokens(most_pages(config)) / self.tokens
 
 
 def sweep(
     requests: Sequence[TraceRequest], config: SimulationConfig, done: Callable[[], None] = lambda: None
 ) -> Iterator[Point]:
     """One point after the other, smallest memory first; sizes too small for the model are left out."""
-    tokens = max(1, sum(request.input_length for request in requests))
-    belady = Belady(requests, config.block_tokens, config.page_tokens)
-    states = sum(pool.payload_bytes * pool.lookback for pool in config.pools if pool.lookback is not None)
-    pages = sum(pool.payload_bytes for pool in config.pools if pool.lookback is None)
-    footprint = (belady.pages * pages + len(requests) * states) / config.replicas  # a snapshot at each prompt's end
-    found = False
+    load, tier, found = Workload(requests, config), swept(config), False
     for share in SHARES:
         try:
-            sized = replace(config, device_memory=Size(max(1, int(share * footprint))))
+            given = sized(config, tier, share * load.footprint / (1 if tier is Tier.STORAGE else config.replicas))
+            given.core()
         except ConfigError:
             continue
-        found, missed = True, {}
+        found, hit = True, {}
         for order in COMPARED:
-            policies = replace(config.policies, eviction=order)
-            missed[order] = 1 - replayed(requests, replace(sized, policies=policies)).hit_rate
+            hit[order] = load.hit(replace(given, policies=replace(config.policies, eviction=order)))
             done()
-        yield Point(share, sized.device_memory, missed, 1 - belady.hit_tokens(most_pages(sized)) / tokens)
+        yield Point(share, getattr(given, f"{tier.name.lower()}_memory"), hit, load.bound(given))
     if not found:
         raise ConfigError("the trace is too small: even memory for all of its pages is too little for this model")
 
 
-def pyplot() -> Any:
-    """matplotlib's, which draws into files. It is slow to import, and ImportError says that it is not installed."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
+def pays_until(points: Sequence[Point]) -> Point:
+    """The first point from which on more memory hits less than `PAYS` more."""
+    best = [max(point.hit.values()) for point in points]
+    return next(point for point, hit in zip(points, best, strict=True) if best[-1] - hit < PAYS)
 
 
-def draw(points: Sequence[Point], title: str, path: Path) -> None:
-    """Miss ratios over memory."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
-    sizes = [point.device_memory / 1e9 for point in points]
-    for order in COMPARED:
-        axes.plot(sizes, [100 * point.missed[order] for point in points], marker="o", markersize=3, label=order)
-    axes.plot(sizes, [100 * point.bound for point in points], "k--", linewidth=1, label="Belady's bound")
-    axes.set(xscale="log", xlabel="device memory, GB", ylabel="missed, % of prompt tokens", title=title)
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+def draw(points: Sequence[Point], tier: Tier, title: str, path: Path) -> None:
+    """Hit rates over memory."""
+    lines = {order: [point.hit[order] for point in points] for order in COMPARED}
+    sizes, pays = [point.memory for point in points], pays_until(points)
+    with chart(path, title, f"{tier.name.lower()} memory") as axes:
+        for order, hit in lines.items():
+            line(axes, sizes, hit, order)
+        line(axes, sizes, [point.bound for point in points], "Belady's bound", color=INK, linestyle="--", marker="")
+        mark(axes, pays.memory, f"{format_size(pays.memory)}: more adds < {PAYS:.0%}")
 
 
 class Belady:

@@ -70,12 +70,18 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
         raise ConfigError(f"trace {path} holds no requests")
 
 
-def has_prompts(path: Path) -> bool:
-    """Whether a trace has the prompts themselves, so that its blocks may be of any size."""
+def block_size(path: Path, page_tokens: int) -> int | None:
+    """Tokens of a trace's blocks: a page, where it has the prompts themselves; else what its first line says."""
     try:
-        return next((_format(_object(text)) is not _mooncake for _, text, _, _ in _lines(path)), False)
+        row = next((_object(text) for _, text, _, _ in _lines(path)), {})
+        if _format(row) is not _mooncake:
+            return page_tokens
     except (OSError, EOFError, zlib.error, ValueError, RecursionError):
-        return False  # `read_trace` says what is wrong
+        return None  # `read_trace` says what is wrong
+    said = row.get("block_tokens")
+    if said is not None and (type(said) is not int or not 0 < said <= MOST_TOKENS):
+        raise ConfigError(f"trace {path}: block_tokens must be a number of tokens, got {said!r}")
+    return said
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, int, int]]:
@@ -114,13 +120,13 @@ def _format(row: dict[str, Any]) -> Callable[[dict[str, Any], int], TraceRequest
 
 
 def _mooncake(row: dict[str, Any], block_tokens: int) -> TraceRequest:
-    if missing := [name for name in ("timestamp", "input_length", "output_length", "hash_ids") if name not in row]:
+    if missing := [name for name in ("timestamp", "input_length", "hash_ids") if name not in row]:
         raise ValueError(f"no {', '.join(missing)}")
     tokens, ids = row["input_length"], row["hash_ids"]
     at = _timestamp(row["timestamp"])
     if type(tokens) is not int or not 0 < tokens <= MOST_TOKENS:
         raise ValueError(f"input_length is {tokens!r}, not a number of tokens")
-    output = _output(row["output_length"])
+    output = _output(row.get("output_length", 0))
     if not isinstance(ids, list) or any(type(each) is not int for each in ids):
         raise ValueError("hash_ids is not a list of whole numbers")
     full, rest = divmod(tokens, block_tokens)

@@ -47,6 +47,7 @@ from kvarve.reference.server.prepare import ClientGone, Prepared, RequestPrepare
 from kvarve.reference.server.request_log import Observed, Responses, seen
 from kvarve.reference.server.serve_settings import Settings
 from kvarve.reference.server.spans import Traces, told
+from kvarve.reference.server.trace_out import TraceOut
 from kvarve.reference.server.work_threads import Lanes, Shared, apart
 
 FLUSH_S, MOST_FLUSH_S = 60.0, 600.0  # that a flush waits for backups: unless it says, and at most
@@ -83,7 +84,13 @@ class Reset(BaseModel):
 
 
 def create_app(
-    engine: Engine, settings: Settings, edge: Edge, connections: Connections, address: str, traces: Traces | None
+    engine: Engine,
+    settings: Settings,
+    edge: Edge,
+    connections: Connections,
+    address: str,
+    traces: Traces | None,
+    trace_out: TraceOut | None,
 ) -> ASGIApp:
     """The application around a started engine, which stays the caller's to shut down.
 
@@ -93,7 +100,7 @@ def create_app(
     """
     app = Api()
     access = Access(edge.keys)
-    front = _Front(engine, settings, connections, traces)
+    front = _Front(engine, settings, connections, traces, trace_out)
     open_to_all, guarded, flushing = APIRouter(), access.for_clients(), access.for_flushes()
     open_to_all.get("/health")(front.health)
     open_to_all.get("/metrics", response_class=PlainTextResponse)(front.metrics)
@@ -125,8 +132,15 @@ def create_app(
 class _Front:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, settings: Settings, connections: Connections, traces: Traces | None) -> None:
-        self._engine, self._connections, self._traces = engine, connections, traces
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        connections: Connections,
+        traces: Traces | None,
+        trace_out: TraceOut | None,
+    ) -> None:
+        self._engine, self._connections, self._traces, self._trace_out = engine, connections, traces, trace_out
         self.name, self._started = settings.served_model_name or engine.model.name, int(time.time())
         self.responses: Responses = Counter()
         scraped = Metrics(self._snapshot, settings.metrics_compat).text
@@ -248,6 +262,8 @@ class _Front:
             try:
                 prepared = self._preparer.prepare(kind, body, lambda: answer.left)
                 answer.submit(prepared)
+                if self._trace_out is not None:
+                    self._trace_out.add(prepared.prompts, answer.salt or "")
             except ConfigError as e:
                 raise _with_param(e, kind) from None
             return prepared

@@ -48,6 +48,7 @@ from kvarve.reference.server.middleware import Edge
 from kvarve.reference.server.serve_settings import Settings, check_key
 from kvarve.reference.server.spans import Traces, check_endpoint
 from kvarve.reference.server.starting import Starting, tell_systemd
+from kvarve.reference.server.trace_out import TraceOut
 from kvarve.reports import aligned, check_file
 from kvarve.storage import StorageUsage
 from kvarve.storage.urls import parse_urls, shown
@@ -104,9 +105,13 @@ class Server:
             if settings.otlp_traces_endpoint is not None:
                 self.traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name or model.name)
                 undo.callback(self.traces.close)
+            self.trace_out: TraceOut | None = None
+            if settings.trace_out is not None:
+                self.trace_out = TraceOut(settings.trace_out, settings.page_tokens)
+                undo.callback(self.trace_out.close)
             self.connections = edge.connections()
             address = listener.getsockname()[0]
-            app = create_app(self.engine, settings, edge, self.connections, address, self.traces)
+            app = create_app(self.engine, settings, edge, self.connections, address, self.traces, self.trace_out)
             self._http = _http(app, self.connections, edge)
             self._thread = threading.Thread(target=self._serve, args=(listener,), name="kvarve http", daemon=True)
             if ranks is not None:
@@ -138,7 +143,7 @@ class Server:
         self._thread.join(LEAVE_S)
         self._http.force_exit = True  # drop clients that have not read their answer or finished their request
         self._thread.join(LEAVE_S)
-        for each in (self.traces, self.kv_events):
+        for each in (self.traces, self.kv_events, self.trace_out):
             if each is not None:
                 each.close()
 

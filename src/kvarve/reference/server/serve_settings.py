@@ -108,6 +108,8 @@ class Settings:
     """URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span for each request; none unless given"""
     kv_events_config: str | None = None
     """JSON as vLLM's: {"enable_kv_cache_events": true} publishes which pages enter and leave each tier, over ZeroMQ"""
+    trace_out: Path | None = None
+    """new file for a trace of the prompts, for kvarve plan: times, lengths and keyed hashes, no text"""
     log_level: str = "info"
     """debug, info, warning, error"""
     ready_file: Path | None = None
@@ -119,7 +121,7 @@ class Settings:
         own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
         own |= {"api_keys", "tls_cert", "tls_key", "allowed_host", "cors_origin", "max_connections", "drain_s"}
         own |= {"max_body_bytes", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint", "metrics_compat"}
-        own |= {"kv_events_config"}
+        own |= {"kv_events_config", "trace_out"}
         alike = [(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own]
         return repr((__version__, alike, [url.partition("://")[0] for url in self.storage]))
 
