@@ -155,7 +155,7 @@ def test_of_salts_that_have_come_and_gone_nothing_stays(opened):
 
 
 def test_two_salts_that_have_one_number_do_not_pay_for_each_other(opened, monkeypatch):
-    for module in ("index", "slab_allocator"):
+    for module in ("_index", "_slab_allocator"):
         monkeypatch.setattr(f"kvarve.storage.file.{module}.number_of", lambda group: 7)
     storage = opened(quota_bytes=3 * 4096)
     for i in range(20):
