@@ -3,6 +3,7 @@
 import socket
 import ssl
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -213,6 +214,7 @@ def test_without_an_origin_no_page_gets_a_preflight(client: httpx.Client) -> Non
         ({"cors_origin": ("https://a.example/",)}, "is no origin"),
         ({"allowed_host": ("http://a.example",)}, "is no name"),
         ({"drain_s": -1.0}, "a drain takes some seconds"),
+        ({"drain_at_least_s": 61.0}, "drain_at_least_s must be from 0 to drain_s"),
         ({"max_connections": 0}, "max connections must be at least 1"),
     ],
     ids=str,
@@ -241,7 +243,16 @@ def test_a_drain_refuses_new_requests_says_so_and_lets_running_ones_end(own_serv
                 late = httpx.post(server.url + COMPLETIONS, json=ASK)
                 assert "draining" in refused(late, 503) and late.headers["retry-after"] == "1"
                 assert httpx.get(server.url + "/metrics").status_code == 200
+                assert httpx.get(server.url + "/livez").status_code == 200, "it is no reason to restart it"
+                assert httpx.get(server.url + "/readyz").status_code == 503
                 assert not left, "it waits for the stream"
             last = [each for each in pieces if each["choices"]][-1]
         drain.join()
     assert left == [0] and last["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_drain_refuses_for_as_long_as_others_may_not_know(own_server: Server) -> None:
+    """A balancer goes on sending until it has looked again: a closed port would be an error of its client's."""
+    drain = own_server.edge.drain
+    begun = time.monotonic()
+    assert drain.drain(60, at_least_s=0.2) == 0 and time.monotonic() - begun >= 0.2

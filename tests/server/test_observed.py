@@ -1,5 +1,7 @@
 """What the log, the headers, the metrics and its usage say of each request."""
 
+import io
+import json
 import logging
 import re
 from typing import Any
@@ -8,6 +10,7 @@ import httpx
 import pytest
 from talk import COMPLETIONS, complete, metrics, stream
 
+from kvarve.reference.server.logs import JsonLines
 from kvarve.reference.server.serve import Server
 
 ID = "x-request-id"
@@ -51,9 +54,33 @@ def test_a_request_has_one_line_with_its_id_and_what_came_of_it_and_no_text(
     assert re.match(
         r"two: POST /v1/completions: 200 in [0-9.]+ s, 1 length, 50 prompt tokens \(.*\), 16 answered$", two
     )
-    assert re.match(r"three: POST /v1/completions: 400 in [0-9.]+ s$", three)
+    assert re.match(r"three: POST /v1/completions: 400 in [0-9.]+ s, param temperature$", three)
     assert re.match(r"four: GET /nowhere%0Akvarve%3A%20a%20line%20of%20mine: 404 in", four)
     assert song[:5] not in caplog.text and "a-salt" not in caplog.text
+
+
+def test_a_log_of_json_has_an_object_a_line_with_the_fields_of_a_span(client: httpx.Client, song: str) -> None:
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("kvarve.reference.server.request_log")
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        client.post(COMPLETIONS, json={"prompt": song, "max_tokens": 3}, headers={ID: "one"})
+        client.post(COMPLETIONS, json={"prompt": song * 9999}, headers={ID: "two"})
+        client.get("/readyz"), client.get("/livez")
+        client.get("/health")  # by now the lines before are written
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    one, two = map(json.loads, written.getvalue().splitlines())
+    assert one.items() >= {"request": "one", "status": 200, "method": "POST", "path": COMPLETIONS}.items()
+    assert one["gen_ai.usage.output_tokens"] == 3 and one["gen_ai.response.finish_reasons"] == ["length"]
+    assert one["message"].startswith("one: POST ") and re.fullmatch(r"[-0-9]{10}T[:0-9]{8}\.[0-9]{3}Z", one["time"])
+    assert two.items() >= {"status": 400, "error.code": "context_length_exceeded"}.items()
+    assert song[:5] not in written.getvalue()
 
 
 def test_rejections_are_counted_by_status(client: httpx.Client) -> None:

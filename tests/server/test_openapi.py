@@ -13,7 +13,7 @@ from kvarve.reference.server.serve import Server
 
 API, ADMIN = "an-api-key", "an-admin-key"
 KEYS = {"api_key": API, "admin_key": ADMIN}
-OPEN = {"/health", "/health_generate", "/metrics", "/version"}
+OPEN = {"/health", "/readyz", "/livez", "/health_generate", "/metrics", "/version"}
 GUARDED = {"/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
 GUARDED |= {"/generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info"}
 FLUSHES = {"/flush_cache", "/reset_prefix_cache"}

@@ -95,7 +95,7 @@ def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None
     """Run an OpenAI-compatible server with the cache inside."""
     if settings.log_level not in LEVELS:
         raise ConfigError(f"unknown log level {settings.log_level!r}; known: {', '.join(LEVELS)}")
-    begin_log(settings.log_level)
+    begin_log(settings.log_level, settings.log_format)
     with needs("server", "serve"):
         from kvarve.reference.server import serve  # torch and transformers take seconds to import
 

@@ -102,7 +102,8 @@ def create_app(
     access = Access(edge.keys)
     front = _Front(engine, settings, connections, traces, trace_out)
     open_to_all, guarded, flushing = APIRouter(), access.for_clients(), access.for_flushes()
-    open_to_all.get("/health")(front.health)
+    for path in ("/health", "/readyz", "/livez"):  # of which a drain refuses all but the last
+        open_to_all.get(path)(front.health)
     open_to_all.get("/metrics", response_class=PlainTextResponse)(front.metrics)
     guarded.get("/v1/models")(front.models)
     guarded.get("/v1/models/{model:path}", responses=errors(404))(front.one_model)
@@ -385,12 +386,12 @@ async def _error(http: Http, e: Exception) -> Response:
         refused = Refused(503, str(e), code="busy", headers=RETRY_AFTER)
     else:
         refused = Refused(500, str(e))
-    return refused.response()
+    return _refused(http, refused)
 
 
 async def _http_error(http: Http, e: Exception) -> Response:
     assert isinstance(e, HTTPException)
-    return Refused(e.status_code, f"{http.method} {http.url.path}: {e.detail}", headers=e.headers).response()
+    return _refused(http, Refused(e.status_code, f"{http.method} {http.url.path}: {e.detail}", headers=e.headers))
 
 
 async def _not_that_kind(http: Http, e: Exception) -> Response:
@@ -400,7 +401,7 @@ async def _not_that_kind(http: Http, e: Exception) -> Response:
     name = str(first["loc"][1])
     twice = first["type"] == "too_long"
     message = f"{name} is given {first['ctx']['actual_length']} times" if twice else f"{name}: {first['msg']}"
-    return Refused(400, message, param=name).response()
+    return _refused(http, Refused(400, message, param=name))
 
 
 async def _client_gone(http: Http, e: Exception) -> Response:
@@ -408,4 +409,9 @@ async def _client_gone(http: Http, e: Exception) -> Response:
 
 
 async def _bug(http: Http, e: Exception) -> Response:
-    return Refused(500, f"a bug: {type(e).__name__}: {e}").response()
+    return _refused(http, Refused(500, f"a bug: {type(e).__name__}: {e}"))
+
+
+def _refused(http: Http, refused: Refused) -> Response:
+    seen(http).refused = refused
+    return refused.response()

@@ -1,5 +1,6 @@
 """The log of a server, and its rate limit: one warning of each kind a second, with the number of those suppressed."""
 
+import json
 import logging
 import threading
 import time
@@ -11,9 +12,28 @@ MOST_KINDS = 256  # remembered; the least recently seen is dropped first
 Kind = tuple[str, int, str, str]
 
 
-def begin_log(level: str) -> None:
-    """Log to stderr; libraries only their warnings."""
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger and message, and the fields that a record's `told` has."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line | getattr(record, "told", {}))
+
+
+def begin_log(level: str, form: str = "text") -> None:
+    """Log to stderr, as `text` or `json`; libraries only their warnings."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if form == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonLines())
     for chatty in ("httpx", "httpcore", "uvicorn", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
 

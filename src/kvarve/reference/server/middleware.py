@@ -21,11 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvarve.errors import ConfigError
 from kvarve.reference.server.api import Refused
 from kvarve.reference.server.connections import Connections, most_connections
+from kvarve.reference.server.request_log import refuse
 from kvarve.reference.server.serve_settings import Settings
 
 log = logging.getLogger(__name__)
 
-METRICS = "/metrics"  # answered to the end of a drain
+ALWAYS = ("/metrics", "/livez")  # answered to the end of a drain
 LOOK_S = 0.1  # as uvicorn at its end
 ANY = "*"
 _ORIGIN = re.compile(r"https?://[a-z0-9._-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
@@ -81,7 +82,7 @@ class OneLength:
             return
         message = "a request has Content-Length or Transfer-Encoding, not both"
         refused = Refused(400, message, code="two_lengths", headers={"Connection": "close"})
-        await refused.response()(scope, receive, send)
+        await refuse(refused, scope, receive, send)
 
 
 class Drain:
@@ -93,19 +94,20 @@ class Drain:
 
     def around(self, app: ASGIApp) -> ASGIApp:
         async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
-            if not self._draining or scope["path"] == METRICS:
+            if not self._draining or scope["path"] in ALWAYS:
                 await app(scope, receive, send)
                 return
             message = "the server is draining: another one has to answer this"
             refused = Refused(503, message, code="draining", headers={"Retry-After": "1", "Connection": "close"})
-            await refused.response()(scope, receive, send)
+            await refuse(refused, scope, receive, send)
 
         return admitted
 
-    def drain(self, patience_s: float) -> int:
-        """Admit no more, and wait for running requests to end; how many have not after `patience_s`."""
-        self._draining, end_s = True, time.monotonic() + patience_s
-        while self.running and time.monotonic() < end_s:
+    def drain(self, patience_s: float, at_least_s: float = 0.0) -> int:
+        """Admit no more, and wait for running requests to end; how many have not after `patience_s`. For `at_least_s`
+        new ones are told so, by when whoever sends them should know."""
+        self._draining, begun_s = True, time.monotonic()
+        while (s := time.monotonic() - begun_s) < at_least_s or (self.running and s < patience_s):
             time.sleep(LOOK_S)
         return len(self.running)
 
@@ -196,7 +198,7 @@ class NamedHosts:
             await self._app(scope, receive, send)
             return
         message = "this server does not answer to the name in Host: --allowed-host adds one"
-        await Refused(421, message, code="unknown_host").response()(scope, receive, send)
+        await refuse(Refused(421, message, code="unknown_host"), scope, receive, send)
 
     def _answers_to(self, name: str) -> bool:
         if name in self._names or name.endswith(self._endings) or name in ("", "localhost"):

@@ -17,13 +17,14 @@ from urllib.parse import quote
 from fastapi import Request as Http
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvarve.reference.server.api import Refused
 from kvarve.reference.server.keyfile import Key
 from kvarve.reference.server.spans import MOST_PATH, Attributes, Traces
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("kvarve.audit")
 
-QUIET = ("/health", "/health_generate", "/metrics", "/live/data")  # asked for every few seconds
+QUIET = ("/health", "/livez", "/readyz", "/health_generate", "/metrics", "/live/data")  # asked for every few seconds
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")  # a client may make up others
 CLIENT_GONE = 499  # no status was sent
 _ID = re.compile(r"[!-~]{1,128}")
@@ -43,7 +44,8 @@ class Seen:
     key: Key | None = None  # that admitted it
     answered: Callable[[], str] = field(default=lambda: "")
     ended: Callable[[int], None] = field(default=lambda _: None)  # gets the status
-    traced: Callable[[], Attributes] | None = None  # what its span says, if it gets one
+    traced: Callable[[], Attributes] = field(default=dict)  # what its span says, if it gets one
+    refused: Refused | None = None  # the error that it got
 
 
 class Observed:
@@ -75,21 +77,36 @@ class Observed:
             self._responses[method, getattr(scope.get("route"), "path", "none"), status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
             what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
-            if self._traces is not None and seen.traced is not None:
-                self._traces.add(scope, status, began_ns, seen.traced())
+            attributes = seen.traced()
+            if self._traces is not None and attributes:
+                self._traces.add(scope, status, began_ns, attributes)
             if seen.act is not None:
                 whom = f"{peer} with {seen.key.name}" if seen.key else peer
                 audit.info("%s: %s by %s: %s: %d", seen.id, what, whom, seen.act or "asked", status)
             level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
             if log.isEnabledFor(level):
-                told = [part for part in (seen.key and f"key {seen.key.name}", seen.answered()) if part]
-                log.log(level, "%s: %s: %s", seen.id, what, ", ".join([f"{status} in {seconds:.3f} s", *told]))
+                error = {} if seen.refused is None else {"code": seen.refused.code, "param": seen.refused.param}
+                why = [f"{name} {value}" for name, value in error.items() if value is not None]
+                told = [part for part in (*why, seen.key and f"key {seen.key.name}", seen.answered()) if part]
+                line = {"request": seen.id, "method": scope["method"], "path": scope["path"][:MOST_PATH]}
+                line |= {"status": status, "seconds": round(seconds, 6), "client": peer}
+                line |= {"key": seen.key.name} if seen.key else {}
+                line |= {f"error.{name}": value for name, value in error.items() if value is not None}
+                text = ", ".join([f"{status} in {seconds:.3f} s", *told])
+                log.log(level, "%s: %s: %s", seen.id, what, text, extra={"told": line | attributes})
 
 
 def seen(http: Http) -> Seen:
     found: Any = http.scope[_SEEN]
     assert isinstance(found, Seen)
     return found
+
+
+async def refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with an error, which the request's line names."""
+    if (known := scope.get(_SEEN)) is not None:
+        known.refused = refused
+    await refused.response()(scope, receive, send)
 
 
 async def acts(http: Http) -> None:

@@ -315,7 +315,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         if gently.is_set():
             tell("STOPPING=1\nSTATUS=draining")
             say(f"kvarve drains: new requests get 503, running ones have {settings.drain_s:g} s (Ctrl-C: at once)")
-            if left := edge.drain.drain(settings.drain_s):
+            if left := edge.drain.drain(settings.drain_s, settings.drain_at_least_s):
                 log.warning("%d requests have not ended within %g s: they are ended now", left, settings.drain_s)
         tell("STOPPING=1\nSTATUS=stopping: finishing backups")
         say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
@@ -409,6 +409,9 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(f"ranks wait for each other for some seconds, not {settings.rank_deadline_s:g}")
     if not 0 <= settings.drain_s < math.inf:
         raise ConfigError(f"a drain takes some seconds, or 0 for none, not {settings.drain_s:g}")
+    if not 0 <= settings.drain_at_least_s <= settings.drain_s:
+        least = settings.drain_at_least_s
+        raise ConfigError(f"drain_at_least_s must be from 0 to drain_s, which is {settings.drain_s:g}, got {least:g}")
     if settings.hits not in ("exact", "rounded"):
         raise ConfigError(f"unknown hits {settings.hits!r}; known: exact, rounded")
     if settings.deterministic and settings.hits == "rounded":

@@ -100,6 +100,8 @@ class Settings:
     """open at a time; half of the descriptors, 4096 at most, unless given"""
     drain_s: float = 60.0
     """from SIGTERM on, for running requests to end, while /health says 503; SIGINT ends them at once"""
+    drain_at_least_s: float = 0.0
+    """seconds from SIGTERM on in which new requests get 503 with Retry-After, before the port closes"""
     max_body_bytes: Size = Size(8 << 20)
     """of a request; a larger one gets 413"""
     metrics_compat: str = ""
@@ -112,6 +114,8 @@ class Settings:
     """new file for a trace of the prompts, for kvarve plan: times, lengths and keyed hashes, no text"""
     log_level: str = "info"
     """debug, info, warning, error"""
+    log_format: Literal["text", "json"] = "text"
+    """form of the log: text, or json with one object a line and a span's fields for each request"""
     ready_file: Path | None = None
     """gets the URL as soon as connections are accepted"""
 
@@ -121,7 +125,7 @@ class Settings:
         own = {"served_model_name", "host", "port", "storage", "storage_key", "threads", "api_key", "admin_key"}
         own |= {"api_keys", "tls_cert", "tls_key", "allowed_host", "cors_origin", "max_connections", "drain_s"}
         own |= {"max_body_bytes", "log_level", "ready_file", "node_rank", "otlp_traces_endpoint", "metrics_compat"}
-        own |= {"kv_events_config", "trace_out"}
+        own |= {"kv_events_config", "trace_out", "log_format", "drain_at_least_s"}
         alike = [(each.name, getattr(self, each.name)) for each in fields(self) if each.name not in own]
         return repr((__version__, alike, [url.partition("://")[0] for url in self.storage]))
 
