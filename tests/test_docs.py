@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 import forks
+from kvarve.storage.urls import backend_of, parse_url
 
 FOLDERS = ("src", "tests", "benchmarks", "tools")
 ROOT = Path(__file__).parents[1]
+BANNED = ("unless given", "may be told", "is told", "says nothing", "of any make", "of ours", "gets the")
+WORDS = 35  # of a sentence; in README 25
+NOT_YET = ("architecture.md", "live.md")  # have longer sentences
 
 
 @pytest.mark.parametrize("quick", [["--quick"], pytest.param([], marks=pytest.mark.long)])
@@ -66,3 +70,40 @@ def test_no_example_names_a_folder_that_all_users_may_write_to() -> None:
     for path in paths:
         for place in ("/var/tmp", "/tmp/", "/dev/shm"):
             assert place not in path.read_text(), path
+
+
+def prose(page: Path) -> list[str]:
+    """The paragraphs and list items of a page in Markdown, without code, tables, headings and the targets of links."""
+    text = re.sub(r"(?ms)^```.*?^```$|<!-- from the code.*?<!-- end -->", "", page.read_text())
+    text = re.sub(r"^ *(?:[-*]|\d+\.) ", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^(?: {4}|[|#<]).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "CODE", text))
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text)]
+
+
+def sentences(paragraph: str) -> list[str]:
+    return re.split(r"(?<=[.!?])[\])*_\"']*\s+(?=[\[(*_\"A-Z0-9]|kvarve|vLLM|transformers)", paragraph)
+
+
+def test_a_sentence_has_one_idea_and_no_phrase_that_says_nobody_does_it() -> None:
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/concepts/*.md")):
+        longest = 25 if page.parent == ROOT else WORDS
+        for sentence in (each for part in prose(page) for each in sentences(part)):
+            words = [word for word in sentence.split() if re.search(r"\w", word)]
+            assert len(words) <= longest or page.name in NOT_YET, f"{page}: {len(words)} words: {sentence}"
+            assert not (found := [phrase for phrase in BANNED if phrase in sentence]), f"{page}: {found}: {sentence}"
+
+
+def test_the_table_of_storages_says_what_their_classes_do() -> None:
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "storages.md").read_text().splitlines()]
+    (heads,) = [cells[1:] if cells[0] == "" else cells for cells in rows if "`file://`" in cells]
+    backends = [backend_of(parse_url(f"{head.strip('`')}/x")) for head in heads]
+    whole = [cells for cells in rows if len(cells) == len(heads) + 1]
+    said = {cells[0]: [not cell.startswith("no") for cell in cells[1:]] for cells in whole}
+    assert said["`kvarve storage stat`, `ls`, `verify`, `gc`, `drop`"] == [backend.can_list for backend in backends]
+    assert said["shared by processes of a machine"] == [backend.shared for backend in backends]
+    for name in ("quota", "read_only"):
+        (row,) = [cells for what, cells in said.items() if what.startswith(f"`{name}=")]
+        assert row == [name in backend.parameters for backend in backends], name
+    (bounds,) = [cells for cells in rows if cells[0] == "its room is bounded by"]
+    assert [cell == "`capacity=`" for cell in bounds[1:]] == [backend.bounded for backend in backends]

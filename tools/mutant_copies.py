@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("src", "tests", "tools", "benchmarks", "docs", "contrib", "pyproject.toml", "requirements.lock", "Makefile")
-COPIED += ("README.md", "CHANGELOG.md", "LICENSE")
+COPIED = ("src", "tests", "tools", "benchmarks", "docs", "examples", "contrib", "pyproject.toml", "requirements.lock")
+COPIED += ("Makefile", "README.md", "CHANGELOG.md", "LICENSE")
 TEST_S = 300  # time limit of a test; a fifth of the run's if that is less
 
 

@@ -41,9 +41,11 @@ def settings(checkpoint: Path, storage: Path | tuple[str, ...] = (), **more: obj
 
 
 @contextmanager
-def serving(tmp_path: Path, *argv: object) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
+def serving(
+    tmp_path: Path, *argv: object, shape: tuple[str, ...] = SHAPE
+) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
     """`kvarve serve` in a real process of its own, and a client to it."""
-    words = [sys.executable, "-m", "kvarve", "serve", "--port", "0", *SHAPE, *map(str, argv)]
+    words = [sys.executable, "-m", "kvarve", "serve", "--port", "0", *shape, *map(str, argv)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVARVE_")}
     with (
         (tmp_path / "log").open("w") as log,
