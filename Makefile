@@ -8,7 +8,7 @@ UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
 # uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run run-vllm test test-all test-engines test-engine-vllm test-engine-sglang lock-engines lint wheel soak soak-engine mutants docs pictures bench train lock clean
+.PHONY: setup run run-vllm test test-all test-engines test-engine-vllm test-engine-sglang lock-engines lock-docs lint wheel soak soak-engine mutants docs pictures bench train lock clean
 
 setup: .venv/ready
 
@@ -95,9 +95,16 @@ soak-engine: setup
 mutants: setup
 	.venv/bin/python tools/mutants.py
 
-# Rewrites the generated blocks of the pages in docs/.
-docs: setup
+# Rewrites the generated blocks of the pages in docs/, and makes a site of them in out/site, every link of which is checked.
+docs: setup .venv-docs/ready
 	.venv/bin/python tools/docs.py
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --config-file tools/site/mkdocs.yml
+
+.venv-docs/ready: tools/site/requirements.lock Makefile | setup
+	@echo "Setting up .venv-docs ..."
+	@$(PYTHON) -m venv --without-pip .venv-docs
+	@$(UV) pip install --quiet --python .venv-docs/bin/python --require-hashes --no-deps -r tools/site/requirements.lock
+	@touch $@
 
 bench: setup
 	@for script in $(filter-out benchmarks/common.py benchmarks/pretend.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; .venv/bin/python $$script || exit 1; done
@@ -122,5 +129,8 @@ lock-engines: setup
 		-o tests/engines/vllm.lock
 	$(LOCK) --no-deps tests/engines/sglang.in -o tests/engines/sglang.lock
 
+lock-docs: setup
+	$(LOCK) --universal tools/site/requirements.in -o tools/site/requirements.lock
+
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-docs dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
