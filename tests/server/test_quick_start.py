@@ -36,4 +36,4 @@ def test_a_miss_a_hit_and_a_hit_after_a_restart_say_what_the_page_shows(tmp_path
                 assert only(answer, shown) == shown
                 assert answer["usage"]["kvarve"]["reasons"] == shown["usage"]["kvarve"]["reasons"]
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            assert process.wait() == 0
