@@ -109,9 +109,9 @@ docs: setup .venv-docs/ready
 bench: setup
 	@for script in $(filter-out benchmarks/common.py benchmarks/pretend.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; .venv/bin/python $$script || exit 1; done
 
-# The pictures of the documentation, as the tests take them of a real server in Chromium.
+# The pictures of the live page: Chromium shows a real server under load.
 pictures: setup
-	KVARVE_PICTURES=docs .venv/bin/python -m pytest tests/server/test_live_page.py -k tiers_fill
+	PYTHONPATH=tests/server .venv/bin/python tools/pictures.py docs
 
 train: setup
 	.venv/bin/python tools/train_tiny_hybrid.py

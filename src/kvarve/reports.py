@@ -1,4 +1,5 @@
-"""What commands write: files, which are checked before the work, as that may take hours; and plain tables."""
+"""What commands write: files, which are checked before the work, as that may take hours; plain tables; and in which
+colours plots and the live page show where a prompt's tokens came from."""
 
 import json
 import sys
@@ -12,6 +13,13 @@ from rich.table import Table
 
 from kvarve.errors import ConfigError
 
+# On a light and on a dark ground, of which each has a contrast of 3 at least.
+COLORS = {
+    "device": ("#2563c4", "#6ea3ff"),
+    "host": ("#0d8a72", "#3bc9a8"),
+    "storage": ("#b86a00", "#f0ac43"),
+    "computed": ("#8a93a1", "#7b8697"),
+}
 _WIDE = 200  # columns if the output is no terminal, so that nothing is cut
 
 

@@ -17,7 +17,8 @@ from kvarve.cli.admin_client import describe
 from kvarve.core.copies.effects import Refusal
 from kvarve.pages.keys import KEY_BYTES, group_name, root_key
 from kvarve.reference.server import live
-from kvarve.reference.server.live import ENDED, FILES, OPEN, SAMPLES, Live
+from kvarve.reference.server.live import ENDED, OPEN, Live, page_files
+from kvarve.reference.server.live_history import COARSE, FINE, JOINED
 from kvarve.reference.server.serve import Server
 from kvarve.storage import FileStorage, StorageUsage
 
@@ -146,6 +147,14 @@ def test_samples_add_up_to_what_the_engine_has_counted(own_server: Server, own_c
         history = told["history"]
         assert sum(history["prompt_tokens"]) == 150 * sampled == engine.counts.prompt_tokens
         assert sum(map(sum, history["cached_tokens"].values())) == 128 * (sampled - 1)
+        late, hour = told["late"], watched.told(hour=True)["history"]
+        assert (late["prompt_tokens"], sum(late["reasons"].values())) == (150 * sampled, 150 * sampled)
+        assert sum(late["cached_tokens"].values()) == 128 * (sampled - 1)
+        assert sum(history["requests"]) == sum(history["output_tokens"]) == sampled == told["total"]["requests"]
+        assert hour["unix_s"] == history["unix_s"][-1:] and hour["prompt_tokens"] == [150 * sampled]
+    speed = engine.counts.computed_tokens / engine.counts.prefill_compute_s
+    assert engine.counts.computed_tokens == 150 + 2 * 22 and late["saved_s"] == pytest.approx(256 / speed, rel=0.01)
+    assert late["advice"].startswith("15% lies behind the last line of the prefill grid, 64 tokens apart")
     for tier in told["tiers"]:
         now = sum(pool["bytes"] for pool in tier["pools"])
         assert 0 < now <= tier["capacity_bytes"] and history["bytes"][tier["name"]][-1] == now
@@ -161,12 +170,20 @@ def test_the_answer_is_bounded_whatever_the_traffic(watched: Live) -> None:
     ], "the oldest"
     for entry in entries:
         watched.recent.end(entry, 499)
-    for _ in range(SAMPLES + 10):
+    for number in range(FINE + 10):
         watched.sample()
+        watched.mark("flush", f"{number} pages " * 20)
+    sample = watched._history.last(2.0)
+    assert sample is not None
+    for _ in range(COARSE * JOINED):
+        watched._history.add(sample)
     found = watched.told()
     assert found["open"] == {"count": 0, "requests": []}
     assert [each["status"] for each in found["requests"]] == [499] * ENDED
-    assert len(found["history"]["unix_s"]) == SAMPLES and len(json.dumps(watched.told())) < 128 << 10
+    assert len(found["history"]["unix_s"]) == FINE
+    hour = watched.told(hour=True)
+    assert COARSE <= len(hour["history"]["unix_s"]) <= COARSE + 1
+    assert max(len(json.dumps(each)) for each in (found, hour)) < 128 << 10
 
 
 def test_viewers_share_an_answer(own_client: httpx.Client, own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +195,30 @@ def test_viewers_share_an_answer(own_client: httpx.Client, own_server: Server, m
         answers = [*threads.map(lambda _: own_client.get("/live/data").content, range(12))]
     assert made == ["kvarve apart"], "once, and beside the event loop"
     assert len(set(answers)) == 1
+
+
+@pytest.mark.parametrize("own_server", [{"storage": ("memory://live-marks?capacity=1MiB",)}], indirect=True)
+def test_what_changes_the_server_is_marked_at_its_time(own_server: Server, own_client: httpx.Client) -> None:
+    began_s, numbers = time.time(), own_client.get("/live/data").json()
+    context = own_server.engine.model.max_tokens
+    told = {"dtype": "float32", "context": context, "page_tokens": 16, "grid_tokens": 64, "shortest_hit": 65}
+    assert numbers["facts"] == told | {"storage": ["memory"], "ranks": 1}
+    engine, draining = own_server.engine, threading.Event()
+    watched = Live(engine, "singer", lambda: 0, Counter(), draining.is_set)
+    own_client.post("/flush_cache", params={"tiers": "host"})
+    engine.admin.detach()
+    watched.sample()
+    engine.admin.attach("memory://live-marks?capacity=2MiB")
+    watched.sample()
+    draining.set()
+    watched.sample()
+    found = watched.told()
+    marks = [(each["what"], each["text"]) for each in found["history"]["marks"]]
+    assert [what for what, _ in marks] == ["start", "detach", "attach", "drain"] and found["draining"]
+    assert marks[1:3] == [("detach", "storage: none"), ("attach", "storage: memory")]
+    assert all(began_s - 1 <= each["unix_s"] <= time.time() for each in found["history"]["marks"])
+    flushes = data(own_client, lambda found: len(found["history"]["marks"]) > 1)["history"]["marks"]
+    assert ("flush", "0 pages of the host flushed") in [(each["what"], each["text"]) for each in flushes]
 
 
 def test_an_engine_that_is_busy_is_not_waited_for(own_server: Server, own_client: httpx.Client, song: str) -> None:
@@ -205,7 +246,7 @@ def test_the_numbers_want_the_operators_key_and_the_page_wants_none(own_client: 
     for wrong in ("a", "wrong"):
         assert "wrong" in refused(own_client.get("/live/data", headers={"Authorization": f"Bearer {wrong}"}), 401)
     assert own_client.get("/live/data", headers={"Authorization": "Bearer the-client"}).json()["model"] == "singer"
-    for name, media_type in FILES.items():
+    for name, (_, media_type) in page_files().items():
         answer = own_client.get("/" if name == "page.html" else f"/live/{name}")
         assert answer.status_code == 200 and answer.headers["content-type"].startswith(media_type)
         assert "singer" not in answer.text

@@ -1,12 +1,10 @@
-"""What an operator sees in Chromium on the live page of a real server.
-
-`KVARVE_PICTURES=docs` (`make pictures`) has the first test write the picture of the documentation.
-"""
+"""What an operator sees in Chromium on the live page of a real server."""
 
 import json
-import os
+import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +14,7 @@ from browser import chromium
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from servers import settings
 from talk import COMPLETIONS, complete
@@ -26,6 +25,8 @@ T = TypeVar("T")
 LONG_S = 120.0
 ID = "x-request-id"
 SECRET = "a word of mine"
+AXE = (Path(__file__).parent / "axe-core-4.14.1.min.js").read_text()  # of npm, MPL-2.0
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 NAME = '<script>document.title = "broken"</script><b>singer'  # a hostile name of a model
 
 
@@ -100,52 +101,111 @@ def ask(client: httpx.Client, prompt: Any, id: str, **more: Any) -> dict[str, An
     return dict(answer.json())
 
 
+@contextmanager
+def screen(page: Chrome, width: int, *, dark: bool) -> Iterator[None]:
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        yield
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def barriers(page: Chrome) -> list[str]:
+    """What axe-core finds that keeps people from reading or using the page, contrast included."""
+    if not page.execute_script("return 'axe' in window"):
+        page.execute_script(AXE)
+    run = "axe.run({runOnly: arguments[0], resultTypes: ['violations']}).then(arguments[1])"
+    found = page.execute_async_script(run, RULES)["violations"]
+    return [f"{each['id']}: {each['help']}: {node['html'][:200]}" for each in found for node in each["nodes"]]
+
+
 @pytest.mark.parametrize("own_server", [{"storage": ("memory://live-page?capacity=16MiB",)}], indirect=True)
-def test_a_viewer_sees_tiers_fill_hits_and_why(
-    page: Chrome, own_server: Server, own_client: httpx.Client, song: str, tmp_path: Path
+def test_a_viewer_sees_the_first_hit_then_tiers_fill_and_why_and_nothing_is_hard_to_read(
+    page: Chrome, own_server: Server, own_client: httpx.Client, song: str
 ) -> None:
     opened(page, own_server.url)
     assert filled(page, "device") == filled(page, "host") == 0 and "nothing has been resumed" in text(page, "#hottest")
+    assert all_of(page, "#trouble")[0].is_displayed() is False and text(page, '[data-figure="hit rate"]') == "–"
+    curl = text(page, "#curl")
+    assert curl.startswith(f"curl {own_server.url}/v1/completions") and '"singer"' in curl
+    assert all_of(page, "#copy-curl")[0].get_attribute("data-copy") == page.execute_script(
+        "return document.getElementById('curl').textContent"
+    )
+    cold = ask(own_client, f"another: {song * 4}", "cold", max_tokens=8)["usage"]
+    see(page, lambda: "Send the same again" in text(page, "#first-says"))
+    warm = ask(own_client, f"another: {song * 4}", "warm", max_tokens=8)["usage"]
+    device = warm["kvarve"]["cached_tokens"]["device"]
+    see(page, lambda: f"That was a hit: {device} of {warm['prompt_tokens']}" in text(page, "#first-says"))
+    assert cold["prompt_tokens_details"]["cached_tokens"] == 0 < device
+    page.find_element(By.ID, "seen").click()
+
     for number in range(6):  # conversations that begin alike
         turns = f"{song * 4}{SECRET} {number} "
-        for turn in range(3):
+        for turn in range(2):
             turns += song
             ask(own_client, turns, f"chat-{number}-{turn}", cache_salt="a salt of mine", max_tokens=8)
-    cold = ask(own_client, f"another: {song * 4}", "cold")["usage"]
-    warm = ask(own_client, f"another: {song * 4}", "warm")["usage"]
-    assert own_server.engine.settle()
-    see(page, lambda: row(page, "warm") and row(page, "cold"))
+    refused = own_client.post(COMPLETIONS, json={"prompt": song, "max_tokens": -1}, headers={ID: "refused"})
+    assert refused.status_code == 400 and own_server.engine.settle()
     see(page, lambda: filled(page, "device") > 0 and filled(page, "host") > 0 and filled(page, "storage") > 0)
     full = see(page, lambda: filled(page, "device"))
-    shown, before = see(page, lambda: (row(page, "warm"), row(page, "cold")))
-    device = shown[5]
-    assert before[5] == "0" and cold["prompt_tokens_details"]["cached_tokens"] == 0
-    assert device == str(warm["kvarve"]["cached_tokens"]["device"]) != "0"
-    assert shown[2] == "length" and shown[1] == COMPLETIONS
+    counts = own_server.engine.counts
+    hits = sum(tokens for reason, tokens in counts.reasons.items() if reason.value.startswith("hit_"))
+    rate = f"{100 * hits / counts.prompt_tokens:.0f}%"
+    see(page, lambda: text(page, '[data-figure="hit rate"]') == rate)
+    assert text(page, "#hits .legend").startswith(f"device {rate}")
+    saved, how = text(page, '[data-figure="saved time"]'), text(page, "#saved-note")
+    assert saved.startswith("≈ ") and how.startswith("of prefill: ") and how.endswith("computed a second")
+    assert re.search(r"\d ", text(page, '[data-figure="TTFT p50"]')) and text(page, '[data-figure="requests/s"]') > "0"
+    assert re.fullmatch(r"\d+% .+\.", text(page, "#advice")) and "below_grid" in text(page, "#whys")
+    assert "host to storage" in text(page, "#lanes")
+    assert len(all_of(page, ".chart canvas")) == 4
+    facts = text(page, "#facts").split("\n")
+    assert facts[facts.index("grid") + 1] == "64 tokens" and facts[facts.index("storage") + 1] == "memory"
 
-    see(page, lambda: page.find_element(By.CSS_SELECTOR, '#requests tr[data-request="warm"] button').click() or True)
+    assert len(all_of(page, "#requests tr[data-request]")) == 10
+    page.find_element(By.CSS_SELECTOR, '#kinds [value="failed"] + span').click()
+    see(page, lambda: [each.get_attribute("data-request") for each in all_of(page, "#requests tr")] == ["refused"])
+    page.find_element(By.CSS_SELECTOR, '#kinds [value="all"] + span').click()
+    page.find_element(By.ID, "more").click()  # the pointer is in the list from now on
+    see(page, lambda: "held still" in text(page, "#held"))
+    ask(own_client, song, "a-later-one")
+    see(page, lambda: text(page, "#held") == "held still, 1 newer")
+    page.find_element(By.CSS_SELECTOR, '#requests tr[data-request="warm"] button[data-why]').click()
     why = see(page, lambda: text(page, "#requests .why"))
-    assert f"{device} hit_device: cached: its page was on the device" in why
+    assert f"{device} hit_device: cached: its page was on the device" in why and not row(page, "a-later-one")
+    shown = row(page, "warm")
+    assert shown[2:4] == ["length", "completions"] and shown[6] == f"{100 * device / warm['prompt_tokens']:.0f}%"
     strip = "#requests .why .strip span"
-    parts = see(page, lambda: {part.get_attribute("class"): part.size["width"] for part in all_of(page, strip)})
-    tokens = warm["kvarve"]["reasons"]
-    assert parts["r-hit_device"] > parts["r-below_grid"] > 0 and len(parts) == len(tokens)
-    hottest = see(page, lambda: [each.text for each in all_of(page, "#hottest tr") if " device" in each.text])
-    assert any(each.endswith("device") for each in hottest)
-    see(page, lambda: text(page, '[data-figure="prompts cached"]').strip("%–").isdigit())
-    see(page, lambda: all_of(page, "#hits rect.device") and all_of(page, "#hits rect.computed"))
-    see(page, lambda: "ms" in text(page, '[data-figure="TTFT, median"]'))
-    see(page, lambda: "host-to-storage" in text(page, "#lanes"))
-    page.execute_script("scrollTo(0, 0)")
-    page.save_screenshot(str(Path(os.environ.get("KVARVE_PICTURES", tmp_path)) / "live.png"))
+    parts = {part.get_attribute("class"): part.size["width"] for part in all_of(page, strip)}
+    assert parts["r-hit_device"] > parts["r-below_grid"] > 0 and len(parts) == len(warm["kvarve"]["reasons"])
+    assert barriers(page) == []
+    with screen(page, 390, dark=True):
+        assert barriers(page) == []
+        assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+    page.execute_script("document.activeElement.blur()")
+    page.find_element(By.ID, "find").send_keys("chat-3", Keys.TAB)  # the pointer leaves, to the filter
+    page.find_element(By.TAG_NAME, "h1").click()
+    see(page, lambda: text(page, "#held") == "" and len(all_of(page, "#requests tr[data-request]")) == 2)
 
     own_client.post("/flush_cache", params={"tiers": "device"})
     see(page, lambda: filled(page, "device") < full)
+    see(page, lambda: "of the device flushed" in text(page, "#marks"))
+    chart = page.find_element(By.ID, "chart-ttft")
+    chart.send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    see(page, lambda: re.fullmatch(r"\d\d:\d\d:\d\d", text(page, "#chart-ttft time")))
+    page.find_element(By.CSS_SELECTOR, '#window [value="60"] + span').click()
+    urls: set[str] = set()
+    see(page, lambda: urls.update(asked(page)) or f"{own_server.url}/live/data?hour=true" in urls)
+    see(page, lambda: "host" in text(page, "#hottest"))
     seen = page.page_source
     assert SECRET not in seen and "a salt of mine" not in seen and song[:5] not in seen
     assert troubles(page) == []
-    urls = asked(page)
-    assert f"{own_server.url}/live/data" in urls and all(url.startswith(f"{own_server.url}/") for url in urls), urls
+    urls |= asked(page)
+    assert all(url.startswith(f"{own_server.url}/") for url in urls), urls
 
 
 @pytest.mark.long
@@ -215,14 +275,8 @@ def test_an_engine_that_has_stopped_is_the_first_thing_on_the_page(page: Chrome,
 def test_it_is_read_on_a_narrow_and_dark_screen(page: Chrome, own_server: Server) -> None:
     opened(page, own_server.url)
     light = page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
-    page.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    )
-    metrics = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    try:
-        assert page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color") != light
-        assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    for width in (320, 390, 800, 1400):
+        with screen(page, width, dark=True):
+            assert page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color") != light
+            assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth"), width
+            assert barriers(page) == []

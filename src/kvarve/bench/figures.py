@@ -11,13 +11,12 @@ from rich.table import Table
 from kvarve.bench.load import TIERS, Record, Round, digest
 from kvarve.errors import ConfigError
 from kvarve.planner.charts import pyplot
-from kvarve.reports import plain_table
+from kvarve.reports import COLORS, plain_table
 
 # Milliseconds of a request, by the name that serving benchmarks give them.
 LATENCIES = {"e2e_ms": "E2E latency", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "late_ms": "sent late"}
 STATISTICS = ("mean", "median", "p99")
-COLORS = {"device": "#2a6f97", "host": "#61a5c2", "storage": "#d9a441", "cached": "#61a5c2", "computed": "#b8b8b8"}
-SHADES = ("#b8b8b8", "#2a6f97", "#d9a441", "#61a5c2")
+SHADES = ("#b8b8b8", "#4a5568", "#8e7cc3", "#c9624a")  # of rounds; tiers alone have the colours of tiers
 
 
 def figures(result: Round) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def draw(title: str, rounds: Sequence[Mapping[str, Any]], path: Path) -> None:
             computed = known - sum(row["cached_tokens"].values())
             shares.append(100 * (computed if tier == "computed" else row["cached_tokens"].get(tier, 0)) / known)
         if any(shares):
-            right.bar(names, shares, bottom=floor, label=tier, color=COLORS[tier])
+            right.bar(names, shares, bottom=floor, label=tier, color=COLORS["host" if tier == "cached" else tier][0])
         floor = [below + height for below, height in zip(floor, shares, strict=True)]
     right.set(title="Where prompt tokens came from", ylabel="% of prompt tokens", ylim=(0, 118))
     right.legend(frameon=False, ncols=3, loc="upper center", fontsize=9)

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from kvarve.reference.engine.recall import CHARS_PER_TOKEN
-from kvarve.reports import plain_table, write_json
+from kvarve.reports import COLORS, plain_table, write_json
 
 TIERS = ("device", "host", "storage")
 FOLLOW_UPS = (
@@ -142,7 +142,7 @@ def chart(report: dict[str, Any], path: Path) -> None:
 
     rows = report["rounds"]
     names = [row["name"] for row in rows]
-    colors = {"computed": "#b8b8b8", "device": "#2a6f97", "host": "#61a5c2", "storage": "#d9a441"}
+    colors = {name: light for name, (light, _) in COLORS.items()}
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     means = [row["ttft_ms"]["mean"] for row in rows]
     worst = [row["ttft_ms"]["p99"] for row in rows]

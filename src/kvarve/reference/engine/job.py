@@ -106,6 +106,7 @@ class EngineCounts:
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
+    prefill_compute_s: float = 0.0  # in which the engine's thread computed these
     # Of the prompts' tokens, and beside them those of further samples.
     reasons: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     output_tokens: int = 0

@@ -118,7 +118,10 @@ class Turns:
         pieces = [*within(left, [(job, self._chunk_end(job) - job.computed) for job in prompts])]
         tails = [job for job in pieces if self._is_tail(job)]
         shapes = [(job.computed, self._chunk_end(job) - job.computed) for job in tails]
+        began_s = time.monotonic()
         self._compute(pieces, [[tails[at] for at in group] for group in self.together.groups(shapes)])
+        if pieces:
+            self.counts.prefill_compute_s += time.monotonic() - began_s
         if computed := self.counts.computed_tokens + self.counts.output_tokens - before:
             self.counts.turn_tokens.observe(computed)
         return bool(answers or pieces)

@@ -40,8 +40,8 @@ from kvarve.reference.server.connections import Connections
 from kvarve.reference.server.engine_routes import Work, add_sglang, add_vllm, folder
 from kvarve.reference.server.forms import TRANSFER, Form
 from kvarve.reference.server.generate import GenerateRequest
-from kvarve.reference.server.live import Live, page_routes
-from kvarve.reference.server.middleware import Edge
+from kvarve.reference.server.live import Live, page_routes, storage_kinds
+from kvarve.reference.server.middleware import Drain, Edge
 from kvarve.reference.server.openapi import Api, ChatCompletion, Completion, Ok, errors, reads, streams
 from kvarve.reference.server.prepare import ClientGone, Prepared, RequestPreparer
 from kvarve.reference.server.request_log import Observed, Responses, seen
@@ -100,7 +100,7 @@ def create_app(
     """
     app = Api()
     access = Access(edge.keys)
-    front = _Front(engine, settings, connections, traces, trace_out)
+    front = _Front(engine, settings, connections, edge.drain, traces, trace_out)
     open_to_all, guarded, flushing = APIRouter(), access.for_clients(), access.for_flushes()
     for path in ("/health", "/readyz", "/livez"):  # of which a drain refuses all but the last
         open_to_all.get(path)(front.health)
@@ -138,6 +138,7 @@ class _Front:
         engine: Engine,
         settings: Settings,
         connections: Connections,
+        drain: Drain,
         traces: Traces | None,
         trace_out: TraceOut | None,
     ) -> None:
@@ -150,7 +151,7 @@ class _Front:
         self._lanes = Lanes("kvarve prepare")
         self._preparing: set[Future[Any]] = set()  # requests queued or running on a lane
         self.body = Bodies(settings.max_body_bytes).read
-        self.live = Live(engine, self.name, lambda: len(self._preparing), self.responses)
+        self.live = Live(engine, self.name, lambda: len(self._preparing), self.responses, lambda: drain.draining)
 
     async def health(self) -> Ok:
         """Whether the engine serves."""
@@ -215,7 +216,8 @@ class _Front:
         if self._engine.broken:
             raise stopped(self._engine)
         pages = await asyncio.wrap_future(self._engine.flushes.begin(tiers, wait_s))
-        seen(http).act = f"{pages} pages of the {' and '.join(tier.name.lower() for tier in tiers)} flushed"
+        seen(http).act = told = f"{pages} pages of the {' and '.join(tier.name.lower() for tier in tiers)} flushed"
+        self.live.mark("flush", told)
         return pages
 
     async def done(self, http: Http, work: Work[T]) -> T:
@@ -314,7 +316,6 @@ class _Front:
         attached, now = cache.worker.attached, time.monotonic()
         admitted = counts.admitted_rate.total(now)
         kept = ((each.name, getattr(counts, each.name)) for each in fields(counts))
-        kinds = [url.partition("://")[0] if "://" in url else "file" for url in attached.urls] if attached else []
         return Snapshot(
             model=self.name,
             version=__version__,
@@ -333,7 +334,7 @@ class _Front:
             flows=cache.worker.flows(),
             storage=storage,
             storage_up=cache.up if attached is not None else None,
-            storage_kinds=tuple(kinds),
+            storage_kinds=tuple(storage_kinds(cache)),
             dtype=engine.model.identity.dtype,
             output_rate=counts.output_rate.per_second(now),
             hit_rate=counts.cached_rate.total(now) / admitted if admitted else 0.0,

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from math import ceil
+from pathlib import PurePath
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
 
 from kvarve import __version__
+from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.copies.effects import Refusal
 from kvarve.core.core import Hottest
 from kvarve.core.observe.reasons import Reason
@@ -31,13 +33,14 @@ from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.server.answers import Answer
 from kvarve.reference.server.forms import by_tier
+from kvarve.reference.server.live_history import EVERY_S, FINE, OUTPUT, REQUESTS, History, Sample, advice, reasons
 from kvarve.reference.server.request_log import Responses
 from kvarve.reference.server.work_threads import Shared, apart
+from kvarve.reports import COLORS
 from kvarve.system.background import BackgroundCall
 
 log = logging.getLogger(__name__)
 
-EVERY_S, SAMPLES = 2.0, 150  # five minutes
 FRESH_S = 0.5
 STORAGE_EVERY = 5  # samples; a storage may be slow to say what it holds
 HOTTEST = 20
@@ -56,8 +59,7 @@ TTFTS, WINDOW_S = 2048, 60.0  # times to first token from which percentiles are 
 MOST_PATH = 100  # characters
 KEY_DIGITS = 16  # of a page's key, which is how `kvarve storage ls` begins to name it
 
-# The files of the page, and their media types.
-FILES = {"page.html": "text/html", "page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -69,21 +71,27 @@ HEADERS = {
 }
 
 
+def page_files() -> dict[str, tuple[bytes, str]]:
+    """The page's files and the colours of tiers, by name: bytes and media types. They say nothing of the server."""
+    light, dark = ("".join(f"--{name}:{both[at]};" for name, both in COLORS.items()) for at in (0, 1))
+    colors = f":root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}"
+    found = {"colors.css": (colors.encode(), MEDIA_TYPES[".css"])}
+    for file in (files("kvarve.reference.server") / "page").iterdir():
+        if media_type := MEDIA_TYPES.get(PurePath(file.name).suffix):
+            found[file.name] = file.read_bytes(), media_type
+    return found
+
+
 def page_routes() -> APIRouter:
-    """The page's files, which say nothing of the server."""
-    router, folder = APIRouter(), files("kvarve.reference.server") / "page"
+    """The page's files."""
+    router = APIRouter()
 
-    def answer(name: str, media_type: str) -> Callable[[], Response]:
-        content = (folder / name).read_bytes()
+    def answer(content: bytes, media_type: str) -> Callable[[], Response]:
+        return lambda: Response(content, media_type=media_type, headers=HEADERS)
 
-        def file() -> Response:
-            return Response(content, media_type=media_type, headers=HEADERS)
-
-        return file
-
-    for name, media_type in FILES.items():
+    for name, file in page_files().items():
         path = "/" if name == "page.html" else f"/live/{name}"
-        router.get(path, include_in_schema=False)(answer(name, media_type))
+        router.get(path, include_in_schema=False)(answer(*file))
     return router
 
 
@@ -171,59 +179,57 @@ class Recent:
         }
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """The state at one moment, and what has happened since the sample before it."""
-
-    unix_s: float
-    used: Mapping[str, float]  # bytes of pages, by "tier.pool"
-    stored: float | None  # bytes in storage, if it is known
-    tokens: Mapping[Reason, int]  # of prompts of ended requests
-    ttft_s: tuple[float | None, float | None, int]
-    running: int
-    waiting: int
-
-
 class Live:
     """The numbers of one server. The thread that samples ends when the engine is told to shut down."""
 
-    def __init__(self, engine: Engine, name: str, tokenizing: Callable[[], int], responses: Responses) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        tokenizing: Callable[[], int],
+        responses: Responses,
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
         """`name`: of the model; `tokenizing`: requests that are being prepared."""
         self._engine, self._cache, self._name = engine, engine.cache, name
-        self._tokenizing, self._responses = tokenizing, responses
+        self._tokenizing, self._responses, self._draining = tokenizing, responses, draining
         namespace = engine.cache.identity.fingerprint()
         self.recent = Recent(lambda salt: group_name(root_key(namespace, salt)))
-        self._began_s = time.monotonic()
-        self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
-        self._reasons: dict[Reason, int] = {}  # at the last sample
-        self._moved: dict[str, float] = {}  # bytes that each lane had moved by then, and
-        self._moved_s, self._rates = self._began_s, dict[str, float]()  # a second, since the sample before that
+        self._history = History()
+        self._began_s = self._sampled_s = time.monotonic()
+        self._counted: dict[Reason | str, float] = {}  # at the last sample
         self._storage: dict[str, Any] = {}
         self._countdown = 0  # samples until the storage is asked again
         self._hottest: list[Hottest] = []
         self._hottest_s = self._began_s  # when they were told
         self._asking: Future[list[Hottest]] | None = None
         self._asked_s = 0.0
-        self._made, self._fresh_until_s = b"", 0.0  # what viewers got last
-        self._shared = Shared(self._content)
+        self._made = dict.fromkeys((False, True), (b"", 0.0))  # what viewers got last, and until when it is fresh
+        self._shared = {hour: Shared(partial(self._content, hour)) for hour in self._made}
         self._tiers = [tier for tier in MEMORY_TIERS if _size(tier, engine.cache.stats())]  # that can hold pages
         self._cache.scheduler.core.watch()
+        self.mark("start", f"version {__version__}")
+        self._state = self._look_around()
         threading.Thread(target=self._sample_all, name="kvarve live", daemon=True).start()
 
     # --- any thread
 
-    async def data(self) -> Response:
-        """The endpoint; viewers share an answer."""
-        content = await self._shared.get()
+    async def data(self, hour: bool = False) -> Response:
+        """The endpoint, with the history of five minutes or of an hour; viewers share an answer."""
+        content = await self._shared[hour].get()
         return Response(content, media_type="application/json", headers=HEADERS | {"Cache-Control": "no-store"})
 
-    async def _content(self) -> bytes:
-        if time.monotonic() >= self._fresh_until_s:
-            self._made = await apart(lambda: json.dumps(self.told(), separators=(",", ":")).encode())
-            self._fresh_until_s = time.monotonic() + FRESH_S
-        return self._made
+    async def _content(self, hour: bool) -> bytes:
+        if time.monotonic() >= self._made[hour][1]:
+            made = await apart(lambda: json.dumps(self.told(hour), separators=(",", ":")).encode())
+            self._made[hour] = made, time.monotonic() + FRESH_S
+        return self._made[hour][0]
 
-    def told(self) -> dict[str, Any]:
+    def mark(self, what: str, text: str) -> None:
+        """Note a change of the server for the charts."""
+        self._history.mark(time.time(), what, text)
+
+    def told(self, hour: bool = False) -> dict[str, Any]:
         """All that the page shows."""
         self._look()
         now, engine, stats = time.monotonic(), self._engine, self._cache.stats()
@@ -234,19 +240,21 @@ class Live:
             "model": self._name,
             "version": __version__,
             "up": not engine.broken,
+            "draining": self._draining(),
             "now": round(time.time(), 3),
             "up_s": round(now - self._began_s, 1),
+            "facts": self._facts(),
             "running": running,
             "waiting": waiting,
             "tokenizing": self._tokenizing(),
             "rejected": {str(status): count for status, count in sorted(self._rejected().items())},
             "preempted": engine.counts.preempted,
             "ttft_s": {"p50": p50, "p95": p95, "requests": count},
+            **self._late(),
             "trouble": self._trouble(stats, now),
-            "page_tokens": stats["page_tokens"],
             "tiers": [self._tier(tier, stats) for tier in self._tiers],
             "storage": self._storage,
-            "history": self._history(),
+            "history": self._history.told(hour),
             "lanes": self._lanes(stats),
             "hottest": [_prefix(each, self._cache.identity.page_tokens) for each in self._hottest],
             "hottest_ago_s": round(now - self._hottest_s, 1),
@@ -261,22 +269,23 @@ class Live:
         if self._countdown == 0:
             self._storage = self._of_storage()
         self._countdown = (self._countdown + 1) % STORAGE_EVERY
-        reasons = dict(counts.reasons)
-        del reasons[Reason.ANOTHER_SAMPLE]
-        moved = {name: flow.bytes.sum for name, flow in self._cache.worker.flows().items()}
-        seconds = max(1e-3, now - self._moved_s)
-        self._rates = {name: (size - self._moved.get(name, 0.0)) / seconds for name, size in moved.items()}
-        self._samples.append(
-            _Sample(
-                time.time(),
-                {place: used * stats[f"slot_bytes.{place}"] for place, used in _under("used.", stats).items()},
-                self._storage.get("bytes"),
-                {reason: tokens - self._reasons.get(reason, 0) for reason, tokens in reasons.items()},
-                self.recent.ttfts(now),
-                *self._engine.load(),
-            )
+        counted: dict[Reason | str, float] = {REQUESTS: counts.finished, OUTPUT: counts.output_tokens}
+        counted |= {reason: tokens for reason, tokens in counts.reasons.items() if reason is not Reason.ANOTHER_SAMPLE}
+        counted |= {name: flow.bytes.sum for name, flow in self._cache.worker.flows().items()}
+        held: dict[str, float | None] = {tier.name.lower(): _bytes(tier, stats) for tier in self._tiers}
+        if self._storage.get("attached"):
+            held["storage"] = self._storage.get("bytes")
+        sample = Sample(
+            unix_s=time.time(),
+            seconds=max(1e-3, now - self._sampled_s),
+            held=held,
+            ttft_s=self.recent.ttfts(now)[:2],
+            happened={name: value - self._counted.get(name, 0) for name, value in counted.items()},
+            **dict(zip(("running", "waiting"), self._engine.load(), strict=True)),
         )
-        self._reasons, self._moved, self._moved_s = reasons, moved, now
+        self._history.add(sample)
+        self._counted, self._sampled_s = counted, now
+        self._note_changes()
 
     # --- its own thread
 
@@ -289,6 +298,22 @@ class Live:
                 if not failed:
                     log.exception("the live page lacks a sample")
                 failed = True
+
+    def _look_around(self) -> tuple[object, bool, bool]:
+        """What changes seldom: the storage, whether it answers, and whether the server drains."""
+        attached = self._cache.worker.attached
+        return attached, attached is None or self._cache.up, self._draining()
+
+    def _note_changes(self) -> None:
+        (attached, up, draining), (now_attached, now_up, now_draining) = self._state, self._look_around()
+        self._state = now_attached, now_up, now_draining
+        if now_attached is not attached:
+            kinds = ", then ".join(storage_kinds(self._cache))
+            self.mark("attach" if kinds else "detach", f"storage: {kinds or 'none'}")
+        elif now_up != up:
+            self.mark(*(("storage back", "it answers") if now_up else ("storage down", "requests go on without it")))
+        if now_draining and not draining:
+            self.mark("drain", "new requests get 503")
 
     def _of_storage(self) -> dict[str, Any]:
         status = self._engine.admin.status()
@@ -309,6 +334,54 @@ class Live:
             except KvarveError:  # it has ended
                 self._hottest = []
 
+    def _facts(self) -> dict[str, Any]:
+        """What does not change while it serves, but for the storage."""
+        model, identity = self._engine.model, self._cache.identity
+        return {
+            "dtype": identity.dtype,
+            "context": model.max_tokens,
+            "page_tokens": identity.page_tokens,
+            "grid_tokens": model.layout.grid_tokens,
+            "shortest_hit": model.layout.shortest_hit,
+            "storage": storage_kinds(self._cache),
+            "ranks": identity.ranks,
+        }
+
+    def _late(self) -> dict[str, Any]:
+        """What became of prompts in the last five minutes and since the start, and rates of the last minute."""
+        counts, model = self._engine.counts, self._engine.model
+        five, one = self._history.last(EVERY_S * FINE), self._history.last(WINDOW_S)
+        found = {} if five is None else reasons(five)
+        cached, all_cached = by_tier(found), sum(by_tier(counts.reasons).values())
+        speed = counts.computed_tokens / counts.prefill_compute_s if counts.computed_tokens else None
+
+        def rate(happened: float) -> float:
+            return 0.0 if one is None else round(happened / one.seconds, 2)
+
+        return {
+            "late": {
+                "seconds": 0.0 if five is None else round(five.seconds, 1),
+                "prompt_tokens": sum(found.values()),
+                "cached_tokens": cached,
+                "reasons": {reason.value: tokens for reason, tokens in found.items()},
+                "saved_s": None if speed is None else round(sum(cached.values()) / speed, 3),
+                "advice": advice(
+                    found,
+                    grid=model.layout.grid_tokens,
+                    rounded=model.layout.rounded,
+                    host=Tier.HOST in self._tiers,
+                    storage=self._cache.worker.attached is not None,
+                ),
+            },
+            "prefill_tokens_per_s": speed and round(speed, 1),
+            "per_s": {
+                "requests": rate(one.happened[REQUESTS] if one else 0),
+                "output_tokens": rate(one.happened[OUTPUT] if one else 0),
+                "prompt_tokens": rate(sum(reasons(one).values()) if one else 0),
+            },
+            "total": {"requests": counts.finished, "prompt_tokens": counts.prompt_tokens, "cached_tokens": all_cached},
+        }
+
     def _rejected(self) -> dict[int, int]:
         """How many requests got each status from 400 on."""
         found = Counter[int]()
@@ -326,38 +399,15 @@ class Live:
             pools.append({"name": pool.name, "pages": used, "bytes": size, "evicted": evicted})
         return {"name": name, "capacity_bytes": _size(tier, stats), "pools": pools}
 
-    def _history(self) -> dict[str, Any]:
-        samples = [*self._samples]
-
-        def each(number: Callable[[_Sample], Any]) -> list[Any]:
-            return [number(sample) for sample in samples]
-
-        def used(tier: str) -> Callable[[_Sample], float]:
-            return lambda sample: sum(size for place, size in sample.used.items() if place.startswith(f"{tier}."))
-
-        held = {tier.name.lower(): each(used(tier.name.lower())) for tier in self._tiers}
-        if self._storage.get("attached"):
-            held["storage"] = each(lambda sample: sample.stored)
-        cached = each(lambda sample: by_tier(sample.tokens))
-        return {
-            "every_s": EVERY_S,
-            "unix_s": each(lambda sample: round(sample.unix_s, 1)),
-            "bytes": held,
-            "prompt_tokens": each(lambda sample: sum(sample.tokens.values())),
-            "cached_tokens": {tier.name.lower(): [one[tier.name.lower()] for one in cached] for tier in Tier},
-            "ttft_p50_s": each(lambda sample: sample.ttft_s[0]),
-            "ttft_p95_s": each(lambda sample: sample.ttft_s[1]),
-            "running": each(lambda sample: sample.running),
-            "waiting": each(lambda sample: sample.waiting),
-        }
-
     def _lanes(self, stats: Mapping[str, float]) -> list[dict[str, Any]]:
+        past, sample = self._history.lanes(), self._history.last(EVERY_S)
         return [
             {
                 "name": name,
                 "waiting": waiting,
                 "running": stats[f"lane_running.{name}"],
-                "bytes_per_s": round(self._rates.get(name, 0.0)),
+                "bytes_per_s": 0 if sample is None else round(sample.happened.get(name, 0) / sample.seconds),
+                "past_bytes_per_s": past.get(name, []),
                 "failed": stats[f"lane_failed.{name}"],
                 "stuck_s": round(stats[f"lane_stuck_s.{name}"], 3),
             }
@@ -399,9 +449,21 @@ def _prefix(prefix: Hottest, page_tokens: int) -> dict[str, Any]:
     }
 
 
+def storage_kinds(cache: PrefixCache) -> list[str]:
+    """The schemes of what is attached, the fast one first."""
+    attached = cache.worker.attached
+    return [url.partition("://")[0] if "://" in url else "file" for url in attached.urls] if attached else []
+
+
 def _size(tier: Tier, stats: Mapping[str, float]) -> float:
     """Bytes of a memory tier."""
     return stats.get(f"memory_bytes.{tier.name.lower()}", 0)
+
+
+def _bytes(tier: Tier, stats: Mapping[str, float]) -> float:
+    """Bytes of its pages."""
+    used = _under(f"used.{tier.name.lower()}.", stats)
+    return sum(count * stats[f"slot_bytes.{tier.name.lower()}.{pool}"] for pool, count in used.items())
 
 
 def _under(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from kvarve.reference.server.serve_settings import Settings
 
 log = logging.getLogger(__name__)
 
-ALWAYS = ("/metrics", "/livez")  # answered to the end of a drain
+ALWAYS = ("/metrics", "/livez", "/live/data")  # answered to the end of a drain
 LOOK_S = 0.1  # as uvicorn at its end
 ANY = "*"
 _ORIGIN = re.compile(r"https?://[a-z0-9._-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
@@ -90,11 +90,11 @@ class Drain:
 
     def __init__(self) -> None:
         self.running: Set[object] = frozenset()  # uvicorn's tasks, one for each request
-        self._draining = False
+        self.draining = False
 
     def around(self, app: ASGIApp) -> ASGIApp:
         async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
-            if not self._draining or scope["path"] in ALWAYS:
+            if not self.draining or scope["path"] in ALWAYS:
                 await app(scope, receive, send)
                 return
             message = "the server is draining: another one has to answer this"
@@ -106,7 +106,7 @@ class Drain:
     def drain(self, patience_s: float, at_least_s: float = 0.0) -> int:
         """Admit no more, and wait for running requests to end; how many have not after `patience_s`. For `at_least_s`
         new ones are told so, by when whoever sends them should know."""
-        self._draining, begun_s = True, time.monotonic()
+        self.draining, begun_s = True, time.monotonic()
         while (s := time.monotonic() - begun_s) < at_least_s or (self.running and s < patience_s):
             time.sleep(LOOK_S)
         return len(self.running)

@@ -182,6 +182,7 @@ class Server:
             ("storage", f"{', then '.join(map(shown, settings.cache.storages)) or 'none'}{held}"),
             *([("admin", f"{self.url}/admin/storage, with the admin key")] if settings.admin_key is not None else []),
             ("connections", f"{self.connections.most} at most"),
+            ("page", f"{self.url}/, what this server does, live"),
             ("url", self.url),
         ]
         return aligned(lines, "  ")

@@ -1,284 +1,198 @@
-// The live page: asks for /live/data once a second and shows it. All that comes from the server is shown as text.
+// The live page: asks for /live/data once a second and shows it.
 
-const EVERY_MS = 1000, PATIENCE_MS = 5000, KEY = "kvarve.key", TIERS = ["device", "host", "storage"];
-const by = (id) => document.getElementById(id);
-const shown = new Map(); // by table: what each row showed last, so that rows which did not change stay as they are
-let key = sessionStorage.getItem(KEY), opened = null, lostSince = null, timer = null, running = false;
+import { chart, rounded, spark } from "./charts.js";
+import { requests, slowest } from "./requests.js";
+import { TIERS, by, bytes, cells, clock, count, cut, el, seconds, share, short, stack, sum, table } from "./words.js";
 
-function el(tag, props = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(props)) {
-    if (name === "class") node.className = value;
-    else if (name in node) node[name] = value;
-    else node.setAttribute(name, value);
-  }
-  node.append(...children.filter((each) => each !== null && each !== undefined).map((each) => (each instanceof Node ? each : String(each))));
-  return node;
-}
+const EVERY_MS = 1000, PATIENCE_MS = 5000, KEY = "kvarve.key", SLOTS = 150, TENS = 30; // samples of five minutes
+let key = sessionStorage.getItem(KEY), lostSince = null, timer = null, running = false;
 
-function svg(tag, props) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(props)) node.setAttribute(name, value);
-  return node;
-}
-
-// --- words
-
-function count(value) {
-  return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
-}
-
-function bytes(value) {
-  if (value === null || value === undefined) return "–";
-  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (value < 1024) return `${value < 10 && unit !== "B" ? value.toFixed(1) : Math.round(value)} ${unit}`;
-    value /= 1024;
-  }
-  return `${value.toFixed(1)} TiB`;
-}
-
-function seconds(value) {
-  if (value === null || value === undefined) return "–";
-  if (value < 1) return `${Math.round(value * 1000)} ms`;
-  if (value < 120) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
-  return value < 7200 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
-}
-
-const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}%` : "–");
-const sum = (values) => values.reduce((total, each) => total + (each ?? 0), 0);
-
-// --- pictures
-
-function picture(label, ...shapes) {
-  const node = svg("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": label });
-  node.append(svg("path", { class: "axis", d: "M0 100H100", fill: "none" }), ...shapes);
-  return node;
-}
-
-// Values from the oldest to the newest; a gap where there is none. The newest stands at the right end.
-function line(values, most, slots, name) {
-  let path = "", pen = "M";
-  values.forEach((value, at) => {
-    if (value === null) { pen = "M"; return; }
-    const x = 100 - (100 * (values.length - 1 - at)) / (slots - 1);
-    path += `${pen}${x.toFixed(2)} ${(100 - (100 * value) / most).toFixed(2)}`;
-    pen = "L";
-  });
-  return svg("path", { class: name, d: path });
-}
-
-function chart(node, label, most, unit, ...shapes) {
-  node.className = "chart";
-  node.replaceChildren(picture(label, ...shapes), el("b", {}, unit(most)), el("b", {}, unit(0)));
-}
-
-function spark(values, most, slots, name) {
-  let path = "", first = null;
-  values.forEach((value, at) => {
-    const x = 100 - (100 * (values.length - 1 - at)) / (slots - 1);
-    if (first === null) { first = x; path = `M${x} 100`; }
-    path += `L${x.toFixed(2)} ${(100 - (100 * (value ?? 0)) / (most || 1)).toFixed(2)}`;
-  });
-  const node = picture("how full it was over the last minutes", svg("path", { class: name, d: first === null ? "" : `${path}L100 100Z` }));
-  node.setAttribute("class", "spark");
-  return node;
-}
-
-const SLOTS = 150, JOINED = 5; // samples that the server keeps, and those that make one bar
-
-function hits(history) {
-  const whole = Math.floor(history.unix_s.length / JOINED) * JOINED, start = history.unix_s.length - whole;
-  const joined = (values) => Array.from({ length: whole / JOINED }, (_, at) => sum(values.slice(start + at * JOINED, start + (at + 1) * JOINED)));
-  const prompt = joined(history.prompt_tokens), cached = TIERS.map((tier) => joined(history.cached_tokens[tier]));
-  const most = Math.max(1, ...prompt), bars = SLOTS / JOINED, width = 100 / bars, shapes = [];
-  prompt.forEach((tokens, at) => {
-    let top = 0;
-    const parts = [...cached.map((values) => values[at]), tokens - sum(cached.map((values) => values[at]))];
-    parts.forEach((part, number) => {
-      if (part <= 0) return;
-      const height = (100 * part) / most;
-      top += height;
-      const x = 100 - width * (prompt.length - at);
-      shapes.push(svg("rect", { class: [...TIERS, "computed"][number], x, y: 100 - top, width: width * 0.8, height }));
-    });
-  });
-  const all = sum(history.prompt_tokens);
-  const told = TIERS.map((tier) => `${tier} ${share(sum(history.cached_tokens[tier]), all)}`).join(", ");
-  chart(by("hits"), `Of ${count(all)} tokens of prompts in the last minutes: ${told}`, most, count, ...shapes);
-}
+const says = (figure, text) => { document.querySelector(`[data-figure="${figure}"]`).textContent = text; };
 
 // --- parts of the page
 
-function figures(data) {
-  const history = data.history, prompt = sum(history.prompt_tokens);
-  const rejected = Object.entries(data.rejected).map(([status, some]) => `${some} × ${status}`).join(", ");
-  const told = [
-    ["running", count(data.running)], ["waiting", count(data.waiting)], ["being tokenized", count(data.tokenizing)],
-    ["TTFT, median", seconds(data.ttft_s.p50)], ["TTFT, 95th percentile", seconds(data.ttft_s.p95)],
-    ["prompts cached", share(sum(TIERS.map((tier) => sum(history.cached_tokens[tier]))), prompt)],
-    ...TIERS.map((tier) => [`from ${tier}`, share(sum(history.cached_tokens[tier]), prompt)]),
-    ["preempted", count(data.preempted)], ["rejected", rejected || "none"], ["up for", seconds(data.up_s)],
-  ];
-  by("figures").replaceChildren(...told.map(([name, value]) => el("div", { title: name }, el("dt", {}, name), el("dd", { "data-figure": name }, value))));
+function header(data) {
+  const facts = data.facts, ranks = facts.ranks > 1 ? `${facts.ranks} ranks, this is rank 0` : "1 rank";
+  by("model").textContent = data.model;
+  document.title = `kvarve · ${data.model}`;
+  const told = [["dtype", facts.dtype], ["context", `${count(facts.context)} tokens`], ["page", `${facts.page_tokens} tokens`], ["grid", `${facts.grid_tokens} tokens`],
+    ["storage", facts.storage.join(", then ") || "none"], ["ranks", ranks], ["up for", seconds(data.up_s)], ["version", data.version]];
+  by("facts").replaceChildren(...told.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+  if (!data.up) state("broken", "the engine has stopped");
+  else if (data.draining) state("lost", `draining: ${count(data.running + data.waiting)} requests are left`);
+  else state("serving", "serving");
 }
 
-function tier(name, capacity, parts, text, values) {
-  const bar = el("div", { class: "bar", role: "img", "aria-label": `${name}: ${text}` });
-  parts.forEach((size, at) => {
-    const part = el("span", { class: `${name} pool${Math.min(at, 3)}` });
-    part.style.flexBasis = capacity ? `${(100 * size) / capacity}%` : "0";
-    bar.append(part);
+function tiles(data) {
+  const { late, per_s: rates, ttft_s: ttft, total } = data, all = late.prompt_tokens;
+  const hits = sum(TIERS.map((tier) => late.cached_tokens[tier] ?? 0));
+  says("hit rate", share(hits, all));
+  const parts = [...TIERS.map((tier) => [tier, late.cached_tokens[tier] ?? 0]), ["computed", all - hits]];
+  const told = parts.map(([name, tokens]) => [name, tokens, `${name} ${share(tokens, all)}`]);
+  by("hits").replaceChildren(stack(told.map(([, , text]) => text).join(", "), told),
+    el("p", { class: "legend" }, ...told.map(([name, , text]) => el("span", {}, el("i", { class: `key ${name}` }), text))));
+  by("hits-note").textContent = all ? `${short(hits)} of ${short(all)} prompt tokens · ${share(total.cached_tokens, total.prompt_tokens)} since the start`
+    : total.prompt_tokens ? `no prompt has ended lately · ${share(total.cached_tokens, total.prompt_tokens)} since the start` : "no prompt has ended yet";
+  says("saved time", hits ? `≈ ${seconds(late.saved_s)}` : "–");
+  by("saved-note").textContent = hits ? `of prefill: ${short(hits)} cached tokens at the measured ${short(data.prefill_tokens_per_s)} computed a second` : "time of prefill not computed";
+  says("TTFT p50", seconds(ttft.p50));
+  says("TTFT p95", seconds(ttft.p95));
+  const slow = data.requests.filter((each) => each.ttft_s).sort((one, two) => two.ttft_s - one.ttft_s)[0];
+  by("slowest").hidden = !slow;
+  if (slow) by("slowest").textContent = `slowest of ${data.requests.length}: ${seconds(slow.ttft_s)}, ${slow.id.slice(0, 8)}`;
+  says("requests/s", short(rates.requests));
+  says("tokens/s", short(rates.output_tokens));
+  by("rate-note").textContent = `answered · ${short(rates.prompt_tokens)} prompt tokens/s`;
+  says("running", count(data.running));
+  says("waiting", count(data.waiting));
+  const rejected = Object.entries(data.rejected).map(([status, some]) => `${some} × ${status}`).join(", ");
+  by("load-note").textContent = [data.tokenizing && `${count(data.tokenizing)} tokenizing`, data.preempted && `${count(data.preempted)} preempted`, rejected && `rejected ${rejected}`].filter(Boolean).join(" · ") || "none rejected, none preempted";
+}
+
+function computed(data) {
+  const { late, reasons } = data, all = late.prompt_tokens;
+  const found = Object.keys(reasons).filter((reason) => !reason.startsWith("hit_") && late.reasons[reason]).map((reason) => [reason, late.reasons[reason]]).sort((one, two) => two[1] - one[1]);
+  const advice = late.advice || (all ? "All of it was cached." : "No prompt has ended in the last five minutes.");
+  by("advice").replaceChildren(...advice.split(/(--[a-z-]+|capacity=)/).map((text, at) => (at % 2 ? el("code", {}, text) : text)));
+  by("computed").replaceChildren(stack(found.map(([reason, tokens]) => `${reason} ${share(tokens, all)}`).join(", ") || "nothing was computed", found.map(([reason, tokens]) => [`r-${reason}`, tokens, `${reason}: ${count(tokens)} tokens`]), "stack strip"));
+  by("whys").replaceChildren(...found.map(([reason, tokens]) =>
+    el("li", {}, el("i", { class: `key r-${reason}` }), el("b", {}, share(tokens, all)), el("span", {}, el("code", {}, reason), ` ${reasons[reason]}`))));
+}
+
+function lanes(data) {
+  table(by("lanes"), data.lanes.map((each) => [each.name, each]), "none", (lane) => {
+    const busy = lane.bytes_per_s || lane.running || lane.waiting, most = Math.max(0, ...lane.past_bytes_per_s);
+    const row = cells(lane.name.replaceAll("-", " "), el("td", { class: "graph" }, spark(lane.past_bytes_per_s, rounded(most), TENS, "lane", `of five minutes, at most ${bytes(most)} a second`)),
+      `${bytes(lane.bytes_per_s)}/s`, `${count(lane.running)} + ${count(lane.waiting)}`, el("td", { class: lane.failed ? "error" : "" }, count(lane.failed)), el("td", { class: lane.stuck_s > 5 ? "error" : "" }, lane.stuck_s ? seconds(lane.stuck_s) : "–"));
+    row.dataset.lane = lane.name;
+    row.className = busy ? "" : "idle";
+    return row;
   });
-  return el("div", { class: "tier", "data-tier": name, "data-bytes": sum(parts) }, el("strong", {}, name), bar, spark(values, capacity, SLOTS, name),
-    el("span", { class: "text" }, text));
+}
+
+// A tier's row is made once, so that its bar is seen to move.
+function tier(name, capacity, parts, figure, text, past, health = null) {
+  let node = document.querySelector(`[data-tier="${name}"]`);
+  if (node === null) {
+    node = el("div", { class: "tier", "data-tier": name }, el("strong", {}, el("i", { class: `key ${name}` }), name), el("div", { class: "bar", role: "img" }), el("span", { class: "figure" }), el("div", { class: "graph" }), el("span", { class: "text" }));
+    by("tiers").append(node);
+  }
+  const [, bar, figures, graph, words] = node.children;
+  while (bar.children.length < parts.length) bar.append(el("span", { class: `${name} pool${Math.min(bar.children.length, 3)}` }));
+  while (bar.children.length > parts.length) bar.lastChild.remove();
+  parts.forEach((size, at) => { bar.children[at].style.flexBasis = capacity ? `${(100 * size) / capacity}%` : "0"; });
+  bar.setAttribute("aria-label", `${name}: ${figure}`);
+  figures.textContent = figure;
+  words.replaceChildren(...(health ? [el("b", { class: health[0] ? "good" : "error" }, health[1]), " · "] : []), text);
+  graph.replaceChildren(spark(past, capacity, SLOTS, name, `how full it was of late`));
 }
 
 function tiers(data) {
-  const rows = data.tiers.map((each) => {
-    const parts = each.pools.map((pool) => pool.bytes);
-    const pools = each.pools.map((pool) => `${pool.name}: ${count(pool.pages)} pages, ${bytes(pool.bytes)}, ${count(pool.evicted)} evicted`);
-    return tier(each.name, each.capacity_bytes, parts, `${bytes(sum(parts))} of ${bytes(each.capacity_bytes)} · ${pools.join(" · ")}`, data.history.bytes[each.name]);
-  });
-  const storage = data.storage;
-  if (storage.attached) {
-    const most = storage.capacity_bytes === null ? "" : ` of ${bytes(storage.capacity_bytes)}`;
-    const trouble = storage.last_error ? ` · last trouble: ${storage.last_error}` : "";
-    const reads = storage.read_only ? "only read · " : "";
-    const text = `${reads}${bytes(storage.bytes)}${most} · ${count(storage.objects)} objects · ${storage.up ? "up" : "down"} for ${seconds(storage.for_s)}${trouble}`;
-    const past = data.history.bytes.storage ?? [];
-    rows.push(tier("storage", storage.capacity_bytes ?? Math.max(1, ...past), [storage.bytes ?? 0], text, past));
+  const { storage, history } = data, past = (name) => (history.bytes[name] ?? []).slice(-SLOTS);
+  for (const each of data.tiers) {
+    const parts = each.pools.map((pool) => pool.bytes), most = each.capacity_bytes;
+    tier(each.name, most, parts, `${share(sum(parts), most)} of ${bytes(most)}`,
+      each.pools.map((pool) => `${pool.name} ${bytes(pool.bytes)} in ${count(pool.pages)} pages, ${count(pool.evicted)} evicted`).join(" · "), past(each.name));
   }
-  const key = JSON.stringify([data.tiers, storage, data.history.unix_s.at(-1)]);
-  if (shown.get("tiers") === key) return;
-  shown.set("tiers", key);
-  const old = new Map([...by("tiers").children].map((node) => [node.dataset.tier, node]));
-  for (const row of rows) {
-    const before = old.get(row.dataset.tier);
-    if (before === undefined || before.querySelectorAll(".bar span").length !== row.querySelectorAll(".bar span").length) continue;
-    const bar = before.querySelector(".bar"); // the same one, so that it is seen to move
-    [...bar.children].forEach((part, at) => { part.style.flexBasis = row.querySelectorAll(".bar span")[at].style.flexBasis; });
-    bar.setAttribute("aria-label", row.querySelector(".bar").getAttribute("aria-label"));
-    row.querySelector(".bar").replaceWith(bar);
-  }
-  by("tiers").replaceChildren(...rows);
+  if (!storage.attached) return tier("storage", 0, [], "none", storage.attached === false ? "no storage is attached: what leaves memory is gone" : "not asked yet", []);
+  const held = past("storage"), most = storage.capacity_bytes ?? rounded(Math.max(1, ...held));
+  const lost = [storage.lost_objects && `${count(storage.lost_objects)} objects lost`, storage.damaged_objects && `${count(storage.damaged_objects)} damaged`, storage.read_only && "only read"].filter(Boolean);
+  const text = [`${count(storage.objects)} objects`, ...lost, storage.last_error && `last error: ${storage.last_error}`].filter(Boolean).join(" · ");
+  tier("storage", most, [storage.bytes ?? 0], storage.capacity_bytes === null ? bytes(storage.bytes) : `${share(storage.bytes, most)} of ${bytes(most)}`, text, held,
+    [storage.up && !lost.length, `${storage.up ? "answers" : "does not answer"}, for ${seconds(storage.for_s)}`]);
 }
 
-// A table's rows, each made anew only if what it shows has changed.
-function table(id, rows, nothing, make) {
-  const body = by(id), before = shown.get(id) ?? new Map(), now = new Map();
-  for (const [name, what] of rows) {
-    const text = JSON.stringify(what), old = before.get(name);
-    now.set(name, old !== undefined && old.text === text ? old : { text, node: make(what) });
-  }
-  shown.set(id, now);
-  const nodes = [...now.values()].map((each) => each.node);
-  if (!nodes.length) nodes.push(el("tr", {}, el("td", { class: "empty", colSpan: 20 }, nothing)));
-  nodes.forEach((node, at) => { if (body.children[at] !== node) body.insertBefore(node, body.children[at] ?? null); });
-  while (body.children.length > nodes.length) body.lastChild.remove();
+const drawn = {
+  prompts: chart(by("chart-prompts"), { label: "Prompt tokens a second by where they came from", unit: (value) => short(value), stacked: true,
+    series: [...TIERS, "computed"].map((name) => ({ name, color: name })) }),
+  ttft: chart(by("chart-ttft"), { label: "Time to first token", unit: seconds, least: 0.001,
+    series: [{ name: "p50", color: "first" }, { name: "p95", color: "second", dash: [6, 3] }] }),
+  rates: chart(by("chart-rates"), { label: "Answers a second", unit: (value) => short(value),
+    series: [{ name: "tokens", color: "first" }, { name: "requests (right)", color: "second", dash: [6, 3], unit: (value) => short(value) }] }),
+  load: chart(by("chart-load"), { label: "Requests at a time", unit: count, least: 2,
+    series: [{ name: "running", color: "first" }, { name: "waiting", color: "second", dash: [6, 3] }] }),
+};
+const minutes = () => Number(by("window").elements.minutes.value);
+
+function charts(data) {
+  const history = data.history, times = history.unix_s, to = data.now, from = to - 60 * minutes(), marks = history.marks;
+  const each_s = (values) => values.map((value, at) => value / history.seconds[at]);
+  const from_tiers = TIERS.map((name) => history.cached_tokens[name]);
+  const rest = history.prompt_tokens.map((tokens, at) => tokens - sum(from_tiers.map((values) => values[at])));
+  drawn.prompts(times, [...from_tiers, rest].map(each_s), from, to, marks);
+  drawn.ttft(times, [history.ttft_p50_s, history.ttft_p95_s], from, to, marks);
+  drawn.rates(times, [each_s(history.output_tokens), each_s(history.requests)], from, to, marks);
+  drawn.load(times, [history.running, history.waiting], from, to, marks);
+  const seen = marks.filter((each) => each.unix_s >= from).reverse();
+  by("marks").replaceChildren(...seen.slice(0, 6).map((each) => el("li", {}, el("time", {}, clock(each.unix_s)), el("b", {}, each.what), each.text)));
+  by("no-marks").hidden = seen.length > 0;
 }
 
-const cells = (...values) => el("tr", {}, ...values.map((value) => (value instanceof HTMLTableCellElement ? value : el("td", {}, value))));
-const code = (text) => (text ? el("code", {}, text) : "–");
-const name = (id) => el("td", { class: "id", title: id }, el("code", {}, id));
-
-function lanes(data) {
-  table("lanes", data.lanes.map((each) => [each.name, each]), "none", (lane) => {
-    const row = cells(lane.name, `${bytes(lane.bytes_per_s)}/s`, count(lane.waiting), count(lane.running), count(lane.failed), lane.stuck_s ? seconds(lane.stuck_s) : "–");
-    row.dataset.lane = lane.name;
-    return row;
-  });
+function open(data) {
+  const { count: some, requests: found } = data.open;
+  by("open-count").textContent = some > found.length ? `the oldest ${found.length} of ${some}` : some ? count(some) : "";
+  table(by("open"), found.map((each) => [each.number, each]), "none at this moment", (each) =>
+    cells(cut(each.id, "id of the request"), each.path.replace(/^\/v1\//, ""), cut(each.group, "salt group"), count(each.prompt), count(each.completion), seconds(each.seconds), each.state));
 }
 
 function hottest(data) {
   by("hottest-age").textContent = data.hottest_ago_s > 5 ? `as of ${seconds(data.hottest_ago_s)} ago: the engine is busy` : "";
-  table("hottest", data.hottest.map((each, at) => [`${at} ${each.key}`, each]), "nothing has been resumed from yet", (each) => {
-    const where = `${each.device}, ${each.host}, ${each.storage} of ${each.pages}`;
-    return cells(el("td", {}, code(each.key)), el("td", {}, code(each.group)), count(each.tokens), count(each.hits), where, each.resumes ?? "not from memory");
-  });
+  table(by("hottest"), data.hottest.slice(0, 10).map((each, at) => [`${at} ${each.key}`, each]), "nothing has been resumed from yet", (each) =>
+    cells(cut(each.key, "key"), cut(each.group, "salt group"), count(each.tokens), count(each.hits), `${each.device} · ${each.host} · ${each.storage} of ${each.pages}`, each.resumes ?? "not from memory"));
 }
 
-function open(data) {
-  const { count: some, requests } = data.open;
-  by("open-count").textContent = some > requests.length ? `the oldest ${requests.length} of ${some}` : "";
-  table("open", requests.map((each) => [each.number, each]), "none", (each) =>
-    cells(name(each.id), each.path, el("td", {}, code(each.group)), count(each.prompt), count(each.completion), seconds(each.seconds), each.state));
-}
+// --- before the first hit: what to send, and what came of it
 
-function why(each, meanings) {
-  const reasons = Object.entries(meanings).map(([reason, meaning]) => [reason, meaning, each.reasons[reason] ?? 0]).filter(([, , tokens]) => tokens);
-  const strip = el("div", { class: "strip", role: "img", "aria-label": reasons.map(([reason, , tokens]) => `${tokens} ${reason}`).join(", ") });
-  for (const [reason, , tokens] of reasons) {
-    const part = el("span", { class: `r-${reason}`, title: `${reason}: ${count(tokens)} tokens` });
-    part.style.flexGrow = tokens;
-    strip.append(part);
+let beginner = null; // whether this viewer has been told how to see a hit
+const quoted = (text) => `'${text.replaceAll("'", String.raw`'\''`)}'`;
+
+function first(data) {
+  const { total, facts } = data, hit = data.requests.find((each) => each.ttft_s && sum(TIERS.map((name) => each.cached?.[name])) > 0);
+  beginner ??= total.requests < 5 && !total.cached_tokens;
+  by("first").hidden = !beginner;
+  if (!beginner) return;
+  const body = JSON.stringify({ model: data.model, max_tokens: 16, prompt: "\u0000" }), sentence = "The quick brown fox jumps over the lazy dog. ";
+  const [head, tail] = body.split(String.raw`\u0000`), times = Math.ceil(facts.shortest_hit / 9) + 1;
+  const lines = [`curl ${location.origin}/v1/completions -H 'Content-Type: application/json'`, key === null ? null : `-H "Authorization: Bearer $KVARVE_API_KEY"`,
+    `-d ${quoted(head)}"$(printf '${sentence}%.0s' $(seq ${times}))"${quoted(tail)}`];
+  const text = lines.filter(Boolean).join(" \\\n  ");
+  if (by("curl").textContent !== text) by("curl").textContent = by("copy-curl").dataset.copy = text;
+  const cold = data.requests.filter((each) => each.ttft_s && each.prompt && each !== hit).at(-1);
+  let says = "Send this twice. The first prompt is computed and kept; the second is a hit, and you see it here.";
+  if (hit) {
+    says = `That was a hit: ${count(sum(Object.values(hit.cached)))} of ${count(hit.prompt)} tokens were cached, and the first token came after ${seconds(hit.ttft_s)}${cold ? ` (computed, it took ${seconds(cold.ttft_s)})` : ""}.`;
+  } else if (cold && cold.prompt < facts.shortest_hit) {
+    says = `A prompt of ${count(cold.prompt)} tokens was computed. It is too short to hit: prompts of ${count(facts.shortest_hit)} tokens and more do.`;
+  } else if (cold) {
+    says = `A prompt of ${count(cold.prompt)} tokens was computed in ${seconds(cold.ttft_s)}, and its pages are kept. Send the same again.`;
   }
-  const list = reasons.map(([reason, meaning, tokens]) =>
-    el("li", {}, el("i", { class: `r-${reason}` }), `${count(tokens)} `, el("code", {}, reason), `: ${meaning}`));
-  return el("tr", { class: "why" }, el("td", { colSpan: 13 }, strip, el("ul", {}, ...list)));
+  if (by("first-says").textContent !== says) by("first-says").textContent = says;
+  by("first").className = hit ? "card wide done" : "card wide";
 }
-
-function requests(data) {
-  const rows = [];
-  for (const { ago_s: ago, ...each } of data.requests) {
-    rows.push([each.number, { ...each, open: opened === each.number, ago: ago < 60 ? `${10 * Math.floor(ago / 10)} s` : seconds(60 * Math.floor(ago / 60)) }]);
-    if (opened === each.number && each.reasons) rows.push([`why ${each.number}`, { why: each, meanings: data.reasons }]);
-  }
-  table("requests", rows, "none yet", (each) => {
-    if (each.why) return why(each.why, each.meanings);
-    const status = each.status === 200 && each.finish ? each.finish : each.status;
-    const failed = each.status >= 400 || each.finish?.includes("error");
-    const button = each.prompt && Object.keys(each.reasons).length
-      ? el("button", { type: "button", "data-why": each.number, "aria-expanded": String(each.open) }, "why") : "";
-    const row = cells(name(each.id), each.path, el("td", { class: failed ? "error" : "" }, status), el("td", {}, code(each.group)), count(each.prompt),
-      ...TIERS.map((tier) => count(each.cached?.[tier])), count(each.completion), seconds(each.ttft_s), seconds(each.seconds), `${each.ago} ago`, button);
-    row.dataset.request = each.id;
-    return row;
-  });
-}
-
-let last = null;
-by("requests").addEventListener("click", ({ target }) => {
-  const number = target.closest("button")?.dataset.why;
-  if (number === undefined) return;
-  opened = opened === Number(number) ? null : Number(number);
-  requests(last);
-  by("requests").querySelector(`button[data-why="${Number(number)}"]`)?.focus();
-});
 
 function show(data) {
-  last = data;
-  const history = data.history, ttfts = [...history.ttft_p50_s, ...history.ttft_p95_s].filter((each) => each !== null);
-  const slowest = Math.max(0.01, ...ttfts), busiest = Math.max(1, ...history.running, ...history.waiting);
-  by("model").textContent = data.model;
-  document.title = `kvarve · ${data.model}`;
-  state(data.up ? "serving" : "broken", data.up ? `serving, version ${data.version}` : "the engine has stopped");
+  by("main").hidden = false; // first: charts need their width
+  header(data);
   by("trouble").hidden = !data.trouble.length;
-  by("trouble").replaceChildren(...data.trouble.map((each) => el("li", {}, each)));
-  figures(data);
-  tiers(data);
-  hits(history);
-  chart(by("ttft"), `Now ${seconds(data.ttft_s.p50)}, 95th percentile ${seconds(data.ttft_s.p95)}`, slowest, seconds,
-    line(history.ttft_p95_s, slowest, SLOTS, "p95"), line(history.ttft_p50_s, slowest, SLOTS, "p50"));
-  chart(by("load"), `Now ${data.running} running, ${data.waiting} waiting`, busiest, count,
-    line(history.waiting, busiest, SLOTS, "waiting"), line(history.running, busiest, SLOTS, "running"));
-  lanes(data);
-  hottest(data);
-  open(data);
-  requests(data);
-  by("main").hidden = false;
+  const troubles = JSON.stringify(data.trouble);
+  if (by("trouble").dataset.told !== troubles) {
+    by("trouble").dataset.told = troubles;
+    by("troubles").replaceChildren(...data.trouble.map((each) => el("li", {}, each)));
+  }
+  for (const part of [first, tiles, computed, lanes, tiers, charts, requests, open, hottest]) part(data);
 }
 
 // --- asking
 
 function state(name, text) {
   by("state").dataset.state = name;
-  by("state").textContent = text;
-  document.body.classList.toggle("lost", name === "lost");
+  if (by("state").textContent !== text) by("state").textContent = text;
+  document.body.classList.toggle("lost", name === "lost" && lostSince !== null);
 }
 
 function ask(message) {
   by("wants").textContent = message;
-  by("wants").className = key === null ? "" : "refused";
+  by("wants").className = key === null ? "" : "error";
   key = null;
   sessionStorage.removeItem(KEY);
   by("forget").hidden = by("main").hidden = true;
@@ -290,14 +204,14 @@ function ask(message) {
 }
 
 // A header holds bytes: the key's are those of its UTF-8.
-const header = (text) => String.fromCharCode(...new TextEncoder().encode(text));
+const latin = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
 async function poll() {
   running = true;
-  const headers = key === null ? {} : { Authorization: `Bearer ${header(key)}` };
+  const headers = key === null ? {} : { Authorization: `Bearer ${latin(key)}` };
   const used = key;
   try {
-    const answer = await fetch("/live/data", { headers, signal: AbortSignal.timeout(PATIENCE_MS), cache: "no-store" });
+    const answer = await fetch(minutes() > 5 ? "/live/data?hour=true" : "/live/data", { headers, signal: AbortSignal.timeout(PATIENCE_MS), cache: "no-store" });
     const data = await answer.json();
     if (used !== key) return; // forgotten, or another one was given meanwhile
     if (answer.status === 401 || answer.status === 403) {
@@ -311,6 +225,7 @@ async function poll() {
     lostSince = null;
     show(data);
   } catch (error) {
+    if (error instanceof TypeError && !/fetch|network|load/i.test(error.message)) throw error; // ours
     lostSince ??= Date.now();
     const why = error instanceof TypeError || error.name === "TimeoutError" ? "no answer from the server" : error.message;
     state("lost", `${why} for ${seconds((Date.now() - lostSince) / 1000)}; trying again`);
@@ -331,6 +246,9 @@ function now() {
 }
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden && by("ask").hidden) now(); });
+by("window").addEventListener("input", now);
+by("slowest").addEventListener("click", slowest);
+by("seen").addEventListener("click", () => { beginner = false; by("first").hidden = true; });
 by("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   key = by("key").value;

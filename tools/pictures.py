@@ -1,0 +1,90 @@
+"""The pictures of docs/live.md: a server under load, whose page Chromium shows light, dark and on a phone.
+
+PYTHONPATH=tests/server .venv/bin/python tools/pictures.py docs --minutes 6
+"""
+
+import argparse
+import random
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+from browser import chromium
+from selenium.webdriver import Chrome
+
+from kvarve.reference.server.serve import Server, Settings
+
+KEY, API_KEY, USERS = "the operator's key", "the clients' key", 5
+WORDS = ("river", "stone", "bridge", "lamp", "town", "ship", "home", "under", "every", "when", "old", "runs")
+SIZES = {"live": (1400, 900, False), "live-dark": (1400, 900, True), "live-phone": (390, 844, False)}
+
+
+def words(count: int, seed: object) -> str:
+    return " ".join(random.Random(str(seed)).choices(WORDS, k=count))
+
+
+def talk(url: str, user: int, stop: threading.Event) -> None:
+    """Conversations that begin with one of three texts, each turn a little longer; now and then something new."""
+    dice = random.Random(user)
+    with httpx.Client(base_url=url, timeout=60, headers={"Authorization": f"Bearer {API_KEY}"}) as client:
+        while not stop.is_set():
+            prompt = words(dice.choice((300, 520, 800)), f"text {dice.randrange(3)}")
+            for _ in range(dice.randrange(1, 5)):
+                prompt += f" {words(60, dice.random())}"
+                body = {"prompt": prompt, "max_tokens": dice.randrange(8, 40), "cache_salt": f"tenant {user % 3}"}
+                with suppress(httpx.HTTPError):
+                    client.post("/v1/completions", json=body)
+                if stop.wait(dice.expovariate(1.2)):
+                    return
+
+
+def shown(browser: Chrome, url: str, folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        width, height, dark = SIZES.get(name) or SIZES[f"live{name.removeprefix('idle')}"]
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        browser.get(url)
+        browser.execute_script("sessionStorage.setItem('kvarve.key', arguments[0])", KEY)
+        browser.get(url)
+        time.sleep(4)
+        browser.save_screenshot(str(folder / f"{name}.png"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--idle", action="store_true", help="take idle.png, idle-dark.png and idle-phone.png too")
+    given = parser.parse_args()
+    stop = threading.Event()
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(TemporaryDirectory()))
+        storage = f"file://{folder}/pages?capacity=48MiB"
+        memory = {"device_memory": 6 << 20, "host_memory": 10 << 20}
+        settings = Settings(port=0, threads=1, storage=(storage,), api_key=API_KEY, admin_key=KEY, **memory)  # type: ignore[arg-type]
+        server = ends.enter_context(Server(settings))
+        browser = ends.enter_context(chromium(width=1400, height=900))
+        if given.idle:
+            shown(browser, server.url, given.folder, ("idle", "idle-dark", "idle-phone"))
+        ends.callback(stop.set)
+        for user in range(USERS):
+            threading.Thread(target=talk, args=(server.url, user, stop), daemon=True).start()
+        with httpx.Client(base_url=server.url, timeout=60, headers={"Authorization": f"Bearer {KEY}"}) as client:
+            time.sleep(60 * given.minutes * 0.3)
+            client.post("/flush_cache", params={"tiers": "device"}).raise_for_status()
+            time.sleep(60 * given.minutes * 0.25)
+            client.delete("/admin/storage").raise_for_status()
+            time.sleep(60 * given.minutes * 0.15)
+            client.put("/admin/storage", json={"url": storage}).raise_for_status()
+            time.sleep(60 * given.minutes * 0.3)
+        shown(browser, server.url, given.folder, [*SIZES])
+
+
+if __name__ == "__main__":
+    main()
