@@ -18,7 +18,7 @@ from selenium.webdriver import Chrome
 
 from kvarve.reference.server.serve import Server, Settings
 
-KEY, API_KEY, USERS = "the operator's key", "the clients' key", 5
+KEY, API_KEY, USERS = "the operator's key", "the clients' key", 4
 WORDS = ("river", "stone", "bridge", "lamp", "town", "ship", "home", "under", "every", "when", "old", "runs")
 SIZES = {"live": (1400, 900, False), "live-dark": (1400, 900, True), "live-phone": (390, 844, False)}
 

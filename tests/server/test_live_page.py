@@ -275,7 +275,7 @@ def test_an_engine_that_has_stopped_is_the_first_thing_on_the_page(page: Chrome,
 def test_it_is_read_on_a_narrow_and_dark_screen(page: Chrome, own_server: Server) -> None:
     opened(page, own_server.url)
     light = page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
-    for width in (320, 390, 800, 1400):
+    for width in (320, 390, 800, 1100):
         with screen(page, width, dark=True):
             assert page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color") != light
             assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth"), width

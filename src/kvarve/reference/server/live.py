@@ -364,7 +364,7 @@ class Live:
                 "prompt_tokens": sum(found.values()),
                 "cached_tokens": cached,
                 "reasons": {reason.value: tokens for reason, tokens in found.items()},
-                "saved_s": None if speed is None else round(sum(cached.values()) / speed, 3),
+                "saved_s": None if speed is None else round(sum(cached.values()) / speed, 6),
                 "advice": advice(
                     found,
                     grid=model.layout.grid_tokens,

@@ -38,6 +38,8 @@ export function chart(node, { label, unit, series, stacked = false, least = 0 })
     ctx.font = SMALL.replace(/^\d+/, (size) => size * ratio);
     ctx.fillStyle = ctx.strokeStyle = color("mark");
     ctx.lineWidth = ratio;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
     ctx.setLineDash([4 * ratio, 3 * ratio]);
     for (const { unix_s, what } of marks) {
       if (unix_s < span[0] || unix_s > span[1]) continue;
@@ -67,7 +69,7 @@ export function chart(node, { label, unit, series, stacked = false, least = 0 })
     scales: { x: { time: true, range: () => span }, y: scale, right: scale },
     cursor: { drag: { x: false, y: false }, y: false, sync: { key: "kvarve" }, points: { show: !stacked } },
     axes: [
-      { ...axis, size: 28, space: 58, values: (u, ticks, at, space, step) => ticks.map((tick) => clock(tick, step < 60)) },
+      { ...axis, size: 28, space: 74, values: (u, ticks, at, space, step) => ticks.map((tick) => clock(tick, step < 60)) },
       { ...upright, grid: { show: true, stroke: () => color("line"), width: 1 }, values: (u, ticks) => ticks.map(unit) },
       ...(right ? [{ ...upright, scale: "right", side: 1, size: 40, values: (u, ticks) => ticks.map(right.unit) }] : []),
     ],
@@ -82,7 +84,7 @@ export function chart(node, { label, unit, series, stacked = false, least = 0 })
     if (step === undefined && event.key !== "Escape") return;
     const first = xs.findIndex((x) => x >= span[0]), at = (plotted.cursor.idx ?? xs.length) + (step ?? 0);
     const to = step === undefined ? -10 : plotted.valToPos(xs[Math.min(Math.max(at, first), xs.length - 1)], "x");
-    plotted.setCursor({ left: to, top: to });
+    plotted.setCursor({ left: to, top: to }, true, true);
     event.preventDefault();
   });
   all.push(plotted);
