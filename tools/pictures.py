@@ -49,7 +49,7 @@ def shown(browser: Chrome, url: str, folder: Path, names: Sequence[str]) -> None
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        browser.get(url)
+        browser.get(f"{url}/live/icon.svg")  # it asks for nothing yet
         browser.execute_script("sessionStorage.setItem('kvarve.key', arguments[0])", KEY)
         browser.get(url)
         time.sleep(4)

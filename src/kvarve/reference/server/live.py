@@ -353,7 +353,8 @@ class Live:
         five, one = self._history.last(EVERY_S * FINE), self._history.last(WINDOW_S)
         found = {} if five is None else reasons(five)
         cached, all_cached = by_tier(found), sum(by_tier(counts.reasons).values())
-        speed = counts.computed_tokens / counts.prefill_compute_s if counts.computed_tokens else None
+        timed = counts.computed_tokens and counts.prefill_compute_s  # the first tokens are counted before their time
+        speed = counts.computed_tokens / counts.prefill_compute_s if timed else None
 
         def rate(happened: float) -> float:
             return 0.0 if one is None else round(happened / one.seconds, 2)

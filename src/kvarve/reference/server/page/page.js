@@ -4,7 +4,7 @@ import { chart, rounded, spark } from "./charts.js";
 import { requests, slowest } from "./requests.js";
 import { TIERS, by, bytes, cells, clock, count, cut, el, seconds, share, short, stack, sum, table } from "./words.js";
 
-const EVERY_MS = 1000, PATIENCE_MS = 5000, KEY = "kvarve.key", SLOTS = 150, TENS = 30; // samples of five minutes
+const EVERY_MS = 1000, PATIENCE_MS = 5000, KEY = "kvarve.key", SLOTS = 150, TENS = 30, LISTED = 5; // samples of five minutes
 let key = sessionStorage.getItem(KEY), lostSince = null, timer = null, running = false;
 
 const says = (figure, text) => { document.querySelector(`[data-figure="${figure}"]`).textContent = text; };
@@ -53,10 +53,12 @@ function computed(data) {
   const { late, reasons } = data, all = late.prompt_tokens;
   const found = Object.keys(reasons).filter((reason) => !reason.startsWith("hit_") && late.reasons[reason]).map((reason) => [reason, late.reasons[reason]]).sort((one, two) => two[1] - one[1]);
   const advice = late.advice || (all ? "All of it was cached." : "No prompt has ended in the last five minutes.");
-  by("advice").replaceChildren(...advice.split(/(--[a-z-]+|capacity=)/).map((text, at) => (at % 2 ? el("code", {}, text) : text)));
+  by("advice").replaceChildren(...advice.split(/(--[a-z-]+(?: rounded)?|capacity=)/).map((text, at) => (at % 2 ? el("code", {}, text) : text)));
   by("computed").replaceChildren(stack(found.map(([reason, tokens]) => `${reason} ${share(tokens, all)}`).join(", ") || "nothing was computed", found.map(([reason, tokens]) => [`r-${reason}`, tokens, `${reason}: ${count(tokens)} tokens`]), "stack strip"));
-  by("whys").replaceChildren(...found.map(([reason, tokens]) =>
-    el("li", {}, el("i", { class: `key r-${reason}` }), el("b", {}, share(tokens, all)), el("span", {}, el("code", {}, reason), ` ${reasons[reason]}`))));
+  const least = found.slice(LISTED), rest = sum(least.map(([, tokens]) => tokens));
+  by("whys").replaceChildren(...found.slice(0, LISTED).map(([reason, tokens]) =>
+    el("li", {}, el("i", { class: `key r-${reason}` }), el("b", {}, share(tokens, all)), el("span", {}, el("code", {}, reason), ` ${reasons[reason]}`))),
+    ...(rest ? [el("li", {}, el("i", { class: "key" }), el("b", {}, share(rest, all)), el("span", {}, "for other reasons: ", el("code", {}, least.map(([reason]) => reason).join(", "))))] : []));
 }
 
 function lanes(data) {
