@@ -8,7 +8,7 @@ UV_INSTALL = $(UV) pip install --quiet --python .venv/bin/python
 # uv, unlike pip, compiles nothing when it installs: each module's first import does, and has to be allowed to keep it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run run-vllm test test-all test-engines test-engine-vllm test-engine-sglang lock-engines lock-docs lint wheel soak soak-engine mutants docs pictures bench train lock clean
+.PHONY: setup run run-vllm test test-all test-engines test-engine-vllm test-engine-sglang test-newest lock-engines lock-docs lint wheel soak soak-engine mutants docs pictures bench train lock clean
 
 setup: .venv/ready
 
@@ -66,6 +66,10 @@ test-engine-sglang: .venv-sglang/ready
 	@for path in .venv-$*/lib/python*/site-packages/torchvision/_meta_registrations.py; do \
 		if [ -f $$path ]; then rm $$path && touch $$path; fi; done
 	@touch $@
+
+# The short form with the newest release of each dependency; what is new, and what broke.
+test-newest: setup
+	.venv/bin/python tools/newest.py
 
 test-%: setup
 	.venv/bin/python -m pytest -m '' --numprocesses 3 --dist loadfile $(wildcard tests/$* tests/test_$**.py tests/*/test_$**.py)
@@ -133,4 +137,4 @@ lock-docs: setup
 	$(LOCK) --universal tools/site/requirements.in -o tools/site/requirements.lock
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-docs dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang .venv-docs .venv-newest dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

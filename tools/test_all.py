@@ -41,6 +41,7 @@ def parts(seed: int) -> dict[str, list[str]]:
         "world-engine": [*WORLD, "--engine", "--seed", str(seed), "--steps", str(STEPS)],
         "world-ranks": [*WORLD, "--ranks", "--seed", str(seed), "--steps", str(RANKS_STEPS)],
         "mutants": [sys.executable, "tools/mutants.py", "--sample", str(MUTANTS), "--seed", str(seed)],
+        "newest": ["make", "test-newest"],
         "engines-vllm": ["make", "test-engine-vllm", "ENGINE_ARGS=-m ''"],
         "engines-sglang": ["make", "test-engine-sglang", "ENGINE_ARGS=-m ''"],
     }
