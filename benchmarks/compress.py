@@ -82,7 +82,7 @@ def computed(name: str, tokens: int) -> list[Pages]:
     model = load_model(name, dtype="bfloat16")
     namespace = model.identity.fingerprint()
     storage = AlteredStorage(MemoryStorage(1 << 30, namespace, "benchmarks/compress.py"))
-    policies = Policies(write_policy="write_through", snapshot_every=256)
+    policies = Policies(write_policy="through", keep_states="ends,branches,chunks,every:256")
     cache = PrefixCache(model.identity, CacheConfig(512 * MIB, 512 * MIB, policies=policies), storage=storage)
     engine = Engine(model, cache).start()
     ids = model.tokenizer.encode("\n".join(text.read_text() for text in TEXTS))

@@ -216,7 +216,7 @@ def measure(model: LoadedModel, size: Size, folder: Path) -> tuple[dict[str, lis
     seconds: dict[str, list[float]] = {}
     chunks: dict[str, list[list[float]]] = {}
     storage = f"file://{folder}/store?capacity=4GiB"
-    cache = CacheConfig(512 * MIB, 1024 * MIB, storage, policies=Policies(prefetch_policy="wait_complete"))
+    cache = CacheConfig(512 * MIB, 1024 * MIB, storage, policies=Policies(storage_wait="all"))
     engine = TakingTurns(model, PrefixCache(model.identity, cache), max_running=CONVERSATIONS)
     engine.start()
     for number in watched(range(size.rounds + 1), "round", size.rounds + 1):
@@ -312,7 +312,7 @@ def overlap(model: LoadedModel, size: Size) -> dict[str, float]:
 def mixed(model: LoadedModel, size: Size) -> tuple[float, float]:
     """Tokens per second of 31 short answers, alone and beside a long one; the best of several rounds."""
     engine = Engine(
-        model, PrefixCache(model.identity, CacheConfig(512 * MIB, policies=Policies(prefetch_policy="best_effort")))
+        model, PrefixCache(model.identity, CacheConfig(512 * MIB, policies=Policies(storage_wait="none")))
     ).start()
     long = tokens(size.long, 4)
     Timed(long, 1).start(engine).wait()

@@ -56,7 +56,7 @@ class Restore:
         """`among`: this rank and its agreement with the others, where there are `ranks`; `of_all` waits for all of
         them, as a layer of a model does, and gives what each has given."""
         room = 12 * PROMPT_BYTES // ranks  # so that a store's share of the host holds a prompt
-        settings = CacheConfig(room, room, storage, policies=Policies(prefetch_policy="wait_complete"))
+        settings = CacheConfig(room, room, storage, policies=Policies(storage_wait="all"))
         self.cache, self._first = PrefixCache(identity(ranks), settings, **among), 0
         self._of_all = of_all
         self.stored_s = 0.0  # from the last prompt's last page until storage had all, on all ranks

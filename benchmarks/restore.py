@@ -90,7 +90,7 @@ class Bench:
     def __init__(self, size: Size, storage: Gate | None, verify_host: bool) -> None:
         self.size, self.storage = size, storage
         room = 2 * size.payload_bytes
-        settings = CacheConfig(room, room, policies=Policies(prefetch_policy="wait_complete", verify_host=verify_host))
+        settings = CacheConfig(room, room, policies=Policies(storage_wait="all", verify_host=verify_host))
         self.cache = PrefixCache(IDENTITY, settings, storage=storage)
         self._round = 0
 

@@ -112,9 +112,7 @@ def measure(size: Size, folder: Path) -> tuple[dict[str, list[float]], dict[str,
     model = keeping_answers(load_model("builtin:tiny-hybrid"))
     store = FileStorage(folder, 1 << 30, model.identity.fingerprint(), str(model.identity))
     faulty = FaultyStorage(store, stall_limit_s=LONG_S)
-    settings = CacheConfig(
-        64 * MIB, 64 * MIB, policies=Policies(prefetch_base_s=size.patience_s, prefetch_per_ki_token_s=0.0)
-    )
+    settings = CacheConfig(64 * MIB, 64 * MIB, policies=Policies(storage_wait=f"{size.patience_s}s"))
     cache = PrefixCache(model.identity, settings, storage=faulty)
     waits, engine = Waits(cache), Engine(model, cache).start()
     dice = torch.Generator().manual_seed(7)

@@ -49,12 +49,18 @@ def least(pools: tuple[PoolSpec, ...], page_tokens: int, chunk_tokens: int, reco
 @pytest.mark.parametrize(
     ("name", "values", "condition"),
     [
-        ("write_policy", ["write_behind"], "one of write_through, write_through_selective, write_back"),
-        ("prefetch_policy", ["eager"], "one of best_effort, wait_complete, timeout"),
+        ("write_policy", ["behind", "back:2", "through:", "through:0"], "through, through:N (after N uses) or back"),
+        (
+            "storage_wait",
+            ["eager", "-1s", "2", "infs", "nans", "2s+infs/Ki", "2s/Ki", ""],
+            "none, all, or seconds with seconds per 1,024 tokens, such as 2s+0.25s/Ki",
+        ),
         ("eviction", ["mru"], "one of lru, lfu, s3fifo, priority"),
-        ("selective_uses", [0, -3], "at least 1"),
-        ("snapshot_every", [-1], "at least 0"),
-        ("snapshot_gap", [-1], "at least 0"),
+        (
+            "keep_states",
+            ["", "every", "every:0", "every:-1", "ends,", "none,ends", "always"],
+            "none, or a list such as ends,branches,chunks,every:4096 (in tokens)",
+        ),
         ("states", [-1], "at least 0"),
         ("load_at_least", [-1], "at least 0"),
         ("fetch_at_least", [-1], "at least 0"),
@@ -62,10 +68,8 @@ def least(pools: tuple[PoolSpec, ...], page_tokens: int, chunk_tokens: int, reco
         ("salt_share", [0.0, math.nan], "above 0 and at most 1"),
         ("offload_pays_at", [-0.1, math.nan], "at least 0 and finite"),
         ("hash_sample", [-0.1, 1.5, math.nan], "from 0 to 1"),
-        ("prefetch_base_s", [-0.1, math.nan], "at least 0"),
-        ("prefetch_per_ki_token_s", [-1.0, math.inf], "at least 0 and finite"),
         ("storage_deadline_s", [0.0, -1.0, math.nan, math.inf], "above 0 and finite"),
-        ("write_policy", [None, b"write_back"], "of type str"),
+        ("write_policy", [None, b"back"], "of type str"),
         ("states", [True, "3", 1.0], "of type int"),
         ("host_share", [True, "0.5"], "of type float"),
         ("verify_host", [1, "yes"], "of type bool"),
@@ -108,10 +112,10 @@ def test_a_wrong_type_is_refused_by_the_name_of_its_field(settings: dict[str, ob
     assert str(refusal.value) == told
 
 
-def test_no_prefetch_policy_waits_for_ever() -> None:
+def test_no_wait_is_for_ever() -> None:
     assert CacheConfig(MIB).policies.patience().seconds(2048) == 2.5
-    for policy in ("best_effort", "timeout", "wait_complete"):
-        policies = Policies(prefetch_policy=policy, prefetch_base_s=math.inf, storage_deadline_s=5.0)
+    for policy in ("none", "999999999s+2s/Ki", "all"):
+        policies = Policies(storage_wait=policy, storage_deadline_s=5.0)
         assert policies.patience().base_s <= 5.0
 
 

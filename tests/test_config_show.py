@@ -65,7 +65,7 @@ def test_no_key_and_no_password_is_shown(monkeypatch: pytest.MonkeyPatch, capsys
 def test_a_shell_gets_a_script_that_knows_commands_and_options(shell: str, capsys: Out, tmp_path: Path) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    options = ("device-memory", "api-keys", "prefetch-policy")
+    options = ("device-memory", "api-keys", "storage-wait")
     assert all(option in script for option in options) and all(name in script for name in ("serve", "detach", "keys"))
     if shutil.which(shell):
         (tmp_path / "script").write_text(script)

@@ -44,8 +44,8 @@ def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
         ("--hicache-ratio 1.5 --device-memory 1GiB", f"--device-memory 1GiB --host-memory {3 << 29}B"),
         ("--device-memory=1GiB --hicache-ratio=0", "--device-memory=1GiB --host-memory 0B"),
         ("--hicache-ratio 2 --hicache-size 1", "--host-memory 1GB"),
-        ("--hicache-write-policy write_back", "--write-policy write_back"),
-        ("--hicache-storage-prefetch-policy timeout", "--prefetch-policy timeout"),
+        ("--hicache-write-policy write_back", "--write-policy back"),
+        ("--hicache-storage-prefetch-policy timeout", f"--storage-wait {Policies.storage_wait}"),
         ("--radix-eviction-policy lfu --admin-api-key k", "--eviction lfu --admin-key k"),
         ("--hicache-storage-backend file", "--storage file://?capacity=10GiB"),
         (
@@ -76,6 +76,10 @@ def test_a_flag_without_meaning_is_explained_in_a_line() -> None:
         ("--trust-remote-code", "--trust-remote-code is not supported: no code of a checkpoint"),
         ("--data-parallel-size=2", "--data-parallel-size 2 is not supported: start several servers behind a router"),
         ("--hicache-ratio", "--hicache-ratio: expected a value"),
+        (
+            "--hicache-write-policy later",
+            "hicache_write_policy must be one of write_through, write_through_selective, ",
+        ),
         ("--hicache-ratio two", "'two' is not a number"),
         ("--hicache-ratio 1/0", "'1/0' is not a number"),
         ("--hicache-ratio -1", "is no ratio of host memory"),

@@ -192,7 +192,7 @@ def test_a_storage_that_hangs_delays_a_request_by_its_patience_only() -> None:
     """The wait runs from the question, not from the engine's last step."""
     storage: dict = {}  # type: ignore[type-arg]
     ask(engine(storage=storage), prompt(70), "first")
-    sim = engine(storage=storage, policies=Policies(prefetch_base_s=3.0, prefetch_per_ki_token_s=0.0))
+    sim = engine(storage=storage, policies=Policies(storage_wait="3.0s"))
     sim.worker.hangs = True
     request = sim.add("first", prompt(70, 1))
     sim.run(60)
@@ -319,7 +319,7 @@ def test_a_life_full_of_trouble_reads_no_wrong_page_and_ends_every_request(seed:
         host=dice.choice([6, 16, 40]),
         blocks=pieces * dice.choice([9, 12, 20]) + 1,
         chunk=dice.choice([8, 16, 48]),
-        policies=Policies(write_policy=dice.choice(["write_through", "write_back"])),
+        policies=Policies(write_policy=dice.choice(["through", "back"])),
     )
     sim.choose = lambda due: [op for op in due if dice.random() < 0.5]
     sim.worker.spoil = lambda copy: dice.random() < 0.08

@@ -15,7 +15,7 @@ connector = partial(ConnectorSettings.read, where="kv_connector_extra_config")
 
 
 def test_a_connectors_names_are_those_of_kvarves_settings() -> None:
-    policies = {"write_policy": "write_back", "prefetch_base_s": 3, "verify_host": False}
+    policies = {"write_policy": "back", "storage_wait": "3s", "verify_host": False}
     urls = ["file:///fast", "mooncake://far"]
     found = connector({"host_memory": "1GiB", "storage": urls, "weights": "v1"} | policies)
     assert (found.cache.host_memory, found.cache.device_memory, found.weights) == (1 << 30, 0, "v1")
@@ -59,10 +59,10 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
                 ({"storage": []}, ".* it has to be a URL"),
                 ({"storage": [1]}, ".* it has to be a URL"),
                 ({"write_policy": 1}, "'write_policy' is 1; it has to be a text"),
-                ({"selective_uses": True}, ".* it has to be a whole number"),
-                ({"prefetch_base_s": "2"}, ".* it has to be a number"),
-                ({"write_policy": "now"}, "write_policy must be one of write_through, .*, got 'now'"),
-                ({"snapshot_gap": 3}, "unknown setting 'snapshot_gap'"),
+                ({"fetch_at_least": True}, ".* it has to be a whole number"),
+                ({"host_share": "2"}, ".* it has to be a number"),
+                ({"write_policy": "now"}, "write_policy must be through, .*, got 'now'"),
+                ({"keep_states": 3}, "unknown setting 'keep_states'"),
             )
         ),
         *(

@@ -26,7 +26,7 @@ Make = Callable[..., PrefixCachedModel]
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[PrefixCachedModel] = []
 
-    def prefixes(model: Any, write_policy: str = "write_through") -> PrefixCachedModel:
+    def prefixes(model: Any, write_policy: str = "through") -> PrefixCachedModel:
         policies = Policies(write_policy=write_policy)
         config = CacheConfig(8 << 20, 8 << 20, f"file://{tmp_path}?capacity=16MiB", policies=policies)
         made.append(PrefixCachedModel(model, config, page_tokens=16, chunk_tokens=32))
@@ -132,7 +132,7 @@ def test_a_cache_that_has_failed_serves_no_prompt_any_more_and_stores_nothing(
         raise AssertionError("two owners of a slot")
 
     model = tiny_model("qwen3")
-    cached = make(model, write_policy="write_back")
+    cached = make(model, write_policy="back")
     generate(cached)
     monkeypatch.setattr(cached.cache.scheduler.core, "claim", broken)
     with pytest.raises(Broken, match="two owners of a slot"):

@@ -8,7 +8,7 @@ from kvarve.core.copies.limits import BACK_OFF_S, MAX_BACK_OFF_S
 from kvarve.core.lease import Phase
 from kvarve.pages.keys import KEY_BYTES, names, pack, root_key
 from kvarve.pages.pools import PoolSpec, Tier
-from tests.sim.world import ATTENTION, STATE, World, config, fork, prompt, runs
+from tests.sim.world import ATTENTION, EVERY_PAGE, STATE, World, config, fork, prompt, runs
 from tests.sim.world.scenes import PAGE_TOKENS
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
@@ -133,7 +133,7 @@ def test_a_storage_that_keeps_failing_is_not_waited_for() -> None:
 
 
 def test_the_host_is_not_emptied_ahead_of_need_while_stores_rest() -> None:
-    world = World(config=config(ATTENTION, device=16, host=16, storage=True, write_policy="write_back"))
+    world = World(config=config(ATTENTION, device=16, host=16, storage=True, write_policy="back"))
     for seed in range(1, 12):
         write(world, seed)
         if stores(world):
@@ -327,7 +327,7 @@ def test_a_beginning_that_many_share_has_proven_itself_as_far_as_they_share_it()
 def test_in_a_pause_all_that_a_request_resumes_from_has_been_used_once_more(pool: PoolSpec) -> None:
     """Also where no page rests on those before it."""
     pays = {"offload_pays_at": 0.5, "offload_horizon_bytes": pool.payload_bytes}
-    world = World(config=config(pool, host=64, storage=True, snapshot_every=PAGE_TOKENS, **pays))
+    world = World(config=config(pool, host=64, storage=True, keep_states=EVERY_PAGE, **pays))
     world.request(prompt(4, seed=9))
     before = len(world.storage.objects)
     write(world, 0, pages=6)

@@ -6,7 +6,7 @@ from flights import in_flight
 from kvarve.core.copies.effects import Copy
 from kvarve.core.lease import Phase
 from kvarve.pages.pools import Tier
-from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, World, config, prompt
+from tests.sim.world import ATTENTION, EVERY_PAGE, STATE, WINDOW, World, config, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
@@ -43,7 +43,7 @@ def test_a_host_page_found_bad_on_its_way_to_storage_is_backed_up_anew_from_the_
     assert len(world.storage.objects) == 4
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("policy", ["through", "back"])
 def test_a_state_with_a_bad_copy_in_the_host_gives_its_room_though_that_copy_is_still_read(policy: str) -> None:
     world = World(config=config(ATTENTION, STATE, device=8, host=64, write_policy=policy))
     world.request(prompt(4))
@@ -96,7 +96,7 @@ def test_a_page_that_storage_loses_between_probe_and_fetch_lowers_the_boundary()
 
 
 def test_a_page_that_storage_corrupted_is_counted_and_lowers_the_boundary() -> None:
-    world = World(config=config(ATTENTION, WINDOW, host=64, storage=True, snapshot_every=PAGE_TOKENS))
+    world = World(config=config(ATTENTION, WINDOW, host=64, storage=True, keep_states=EVERY_PAGE))
     world.request(prompt(7))
     world.flush(DEVICE, HOST)
     world.rot(STORAGE, 5, prompt(7), pool=0)

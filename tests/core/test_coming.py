@@ -7,7 +7,7 @@ from kvarve.core.lease import Lease, Phase
 from kvarve.core.policies import BEST_EFFORT, Patience
 from kvarve.core.requests.prefetch import ASK_AGAIN_S, ASK_ALL_S, SOON_S
 from kvarve.pages.keys import pack
-from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
+from tests.sim.world import ATTENTION, EVERY_PAGE, STATE, World, config, prompt
 
 PATIENT = Patience(10)
 
@@ -132,7 +132,7 @@ def test_states_that_the_boundary_of_a_ticket_does_not_read_are_not_waited_for()
 
 
 def test_pages_that_storage_has_lost_are_dirty_again_though_others_are_awaited() -> None:
-    settings = config(ATTENTION, STATE, device=(64, 4), host=(64, 4), storage=True, snapshot_every=PAGE_TOKENS)
+    settings = config(ATTENTION, STATE, device=(64, 4), host=(64, 4), storage=True, keep_states=EVERY_PAGE)
     world = World(config=settings)
     world.request(prompt(6))
     for seed in range(9, 13):

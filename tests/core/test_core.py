@@ -12,7 +12,7 @@ from kvarve.core.policies import WAIT_COMPLETE
 from kvarve.errors import ConfigError
 from kvarve.pages.keys import TOKEN_BYTES, extend, pack
 from kvarve.pages.pools import Tier
-from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, dump, prompt
+from tests.sim.world import ATTENTION, EVERY_PAGE, PAGE_TOKENS, STATE, World, config, dump, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
@@ -62,7 +62,7 @@ def test_a_sequence_that_goes_on_is_kept_where_it_ends_now() -> None:
 
 
 def test_what_an_engine_decodes_has_a_state_at_its_end_alone() -> None:
-    world = World(config=config(ATTENTION, STATE, snapshot_every=PAGE_TOKENS))
+    world = World(config=config(ATTENTION, STATE, keep_states=EVERY_PAGE))
     lease = world.start(prompt(3))
     world.grow(lease, 3)
     world.extend(lease, prompt(6)[3 * PAGE_TOKENS + 1 :])
@@ -145,7 +145,7 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
         ({"offload_horizon_bytes": -1}, "cannot be negative"),
         ({"host": -1}, "attention: -1 slots on the host"),
         ({"backup_bytes": -1}, "less than no bytes"),
-        ({"selective_uses": 0}, "at least 1"),
+        ({"write_policy": "through:0"}, "through:N"),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ import pytest
 
 from kvarve.core.lease import Lease, Phase
 from kvarve.pages.pools import Tier
-from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, WINDOW, config, fork, prompt
+from tests.sim.world import ATTENTION, EVERY_PAGE, STATE, WINDOW, config, fork, prompt
 from tests.sim.world.engine_blocks_world import EngineWorld
 from tests.sim.world.life import born, live
 
@@ -15,7 +15,7 @@ STEPS = 2000
 
 
 def world(*pools: object, host: int = 64, **rest: object) -> EngineWorld:
-    settings = config(*pools, device=None, host=host, snapshot_every=PAGE_TOKENS, **rest)  # type: ignore[arg-type]
+    settings = config(*pools, device=None, host=host, keep_states=EVERY_PAGE, **rest)  # type: ignore[arg-type]
     return EngineWorld(settings, blocks=200, pieces=[1, 2, 3][: len(pools)])
 
 

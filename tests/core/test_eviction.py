@@ -1,14 +1,17 @@
 """Which page each order evicts first, by example; random lives check that every order keeps the invariants."""
 
+from typing import get_args
+
 import pytest
 
+from kvarve.core.policies import Order
 from kvarve.core.slots.orders import ORDERS
 from kvarve.core.slots.orders.order import OrderContext
 from kvarve.core.slots.orders.s3fifo import S3Fifo
 from kvarve.core.tree.tree import Run
 from kvarve.pages.keys import TOKEN_BYTES
 from kvarve.pages.pools import Tier
-from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, prompt
+from tests.sim.world import ATTENTION, EVERY_PAGE, PAGE_TOKENS, STATE, World, config, prompt
 
 
 def survivors(world: World, seeds: int, pages: int = 2) -> list[int]:
@@ -21,6 +24,10 @@ def test_lru_keeps_what_was_used_last() -> None:
     for seed in (0, 1, 2, 0, 3):  # an order by arrival would evict the first
         world.request(prompt(2, seed=seed))
     assert survivors(world, 4) == [0, 2, 3]
+
+
+def test_each_order_has_a_name_in_the_settings() -> None:
+    assert get_args(Order) == tuple(ORDERS)
 
 
 def test_lfu_keeps_what_was_used_most() -> None:
@@ -61,7 +68,7 @@ def test_a_page_that_an_important_request_used_goes_last() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_states_inside_of_prompts_go_before_those_at_their_ends(order: str) -> None:
     """With a snapshot of each page, 4 pages a prompt: room for all states of one prompt and a half."""
-    settings = config(ATTENTION, STATE, device=[64, 6], eviction=order, snapshot_every=PAGE_TOKENS)
+    settings = config(ATTENTION, STATE, device=[64, 6], eviction=order, keep_states=EVERY_PAGE)
     world = World(config=settings)
     for seed in range(5):
         world.request(prompt(4, seed=seed))
@@ -69,7 +76,7 @@ def test_states_inside_of_prompts_go_before_those_at_their_ends(order: str) -> N
 
 
 def test_a_state_from_which_a_request_has_resumed_stays_as_one_at_an_end_does() -> None:
-    world = World(config=config(ATTENTION, STATE, device=[64, 6], snapshot_every=PAGE_TOKENS))
+    world = World(config=config(ATTENTION, STATE, device=[64, 6], keep_states=EVERY_PAGE))
     world.request(prompt(6))
     assert world.request(prompt(6)[: 4 * PAGE_TOKENS + 1]).boundary == 4
     for seed in range(1, 4):
@@ -80,7 +87,7 @@ def test_a_state_from_which_a_request_has_resumed_stays_as_one_at_an_end_does() 
 
 def test_the_end_of_a_prompt_stays_when_its_conversation_has_gone_on() -> None:
     """Another answer to the same question resumes where the question ended."""
-    world = World(config=config(ATTENTION, STATE, device=[64, 5], snapshot_every=PAGE_TOKENS))
+    world = World(config=config(ATTENTION, STATE, device=[64, 5], keep_states=EVERY_PAGE))
     world.request(prompt(3))
     world.request(prompt(6))
     for seed in range(1, 3):

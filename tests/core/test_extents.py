@@ -100,7 +100,7 @@ def test_an_extent_goes_only_while_all_its_slots_are_free() -> None:
 
 
 def test_prompts_alone_take_what_states_do_not_use_and_states_take_it_back() -> None:
-    world = shared(ATTENTION, STATE, count=16, per=[4, 1], snapshot_ends=False, snapshot_branches=False)
+    world = shared(ATTENTION, STATE, count=16, per=[4, 1], keep_states="none")
     for seed in range(4):
         world.request(prompt(15, seed=seed))
     assert all(world.hit(prompt(15, seed=seed))[0] == 0 for seed in range(4)), "no states are kept"
@@ -133,7 +133,7 @@ def test_a_state_that_saves_many_pages_outlives_pages_that_were_used_after_it() 
 
 def test_a_prompt_that_memory_cannot_hold_resumes_from_what_memory_has_of_it() -> None:
     """Else long histories hit nothing where a divided memory hits: 5% of 64% in a replay of agents."""
-    world = shared(ATTENTION, STATE, count=8, per=[4, 1], snapshot_every=4 * PAGE_TOKENS)
+    world = shared(ATTENTION, STATE, count=8, per=[4, 1], keep_states=f"ends,branches,every:{4 * PAGE_TOKENS}")
     world.request(prompt(20))
     assert world.hit(prompt(60))[0] == 20
     assert world.start(prompt(60)).boundary == 20

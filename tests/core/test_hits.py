@@ -6,7 +6,7 @@ from flights import copies, in_flight
 from kvarve.core.lease import Prompt
 from kvarve.pages.keys import pack, root_key
 from kvarve.pages.pools import Tier
-from tests.sim.world import ATTENTION, INDEX, PAGE_TOKENS, STATE, WINDOW, World, config, dump, fork, prompt
+from tests.sim.world import ATTENTION, EVERY_PAGE, INDEX, STATE, WINDOW, World, config, dump, fork, prompt
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 
@@ -109,7 +109,7 @@ def test_a_hit_in_all_three_tiers_is_told_apart() -> None:
 
 
 def test_the_host_brings_back_the_windows_tail_and_one_state_and_no_more() -> None:
-    world = World(config=config(ATTENTION, WINDOW, STATE, host=64, snapshot_every=PAGE_TOKENS))
+    world = World(config=config(ATTENTION, WINDOW, STATE, host=64, keep_states=EVERY_PAGE))
     world.request(prompt(8))
     assert [world.resident(HOST, pool) for pool in range(3)] == [8, 8, 8]
     world.flush(DEVICE)

@@ -68,7 +68,7 @@ def test_the_share_of_fetches_that_hang_on_a_storage_that_is_gone_is_there_for_t
 
 def test_evictions_do_not_wait_for_a_copy_to_a_storage_that_is_gone() -> None:
     """Under write-back; a store that hangs never frees the slots that an eviction would wait for."""
-    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="back"))
     world.request(prompt(4))
     world.flush(Tier.DEVICE)
     world.step([world.end(op) for op in [*world.flying]])

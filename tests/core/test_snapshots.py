@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from kvarve.core.core import Core
 from kvarve.core.policies import Snapshots
-from kvarve.pages.boundaries import members, of
+from kvarve.pages.boundaries import members
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
 
 PAGE = 64
 
 
-def kept(snapshots: Snapshots, pages: int, branch: int = 0, had: int = 0, grid: int = 1) -> list[int]:
-    return [*members(snapshots.boundaries(pages, pages - 1, branch, had, PAGE, grid))]
+def kept(snapshots: Snapshots, pages: int, branch: int = 0, grid: int = 1) -> list[int]:
+    return [*members(snapshots.boundaries(pages, pages - 1, branch, PAGE, grid))]
 
 
 def test_a_prompt_is_kept_where_it_ends_and_where_it_leaves_a_known_one_and_every_so_many_tokens() -> None:
@@ -27,27 +27,17 @@ def test_a_prompt_is_kept_where_it_ends_and_where_it_leaves_a_known_one_and_ever
     assert kept(Snapshots(ends=False), 10, branch=4) == [4]
     assert kept(Snapshots(every=3 * PAGE), 10) == [3, 6, 9, 10]
     assert kept(Snapshots(every=1), 3) == [1, 2, 3]
-    assert kept(Snapshots(every=PAGE, gap=3 * PAGE), 9) == [3, 6, 9]
-    assert kept(Snapshots(every=PAGE, gap=3 * PAGE), 9, had=of([4])) == [3, 4, 7], "a gap counts from what is kept"
 
 
 @given(
     st.integers(1, 60),
     st.integers(0, 60),
-    st.sets(st.integers(1, 60)),
-    st.integers(0, 10),
     st.integers(0, 10),
     st.sampled_from([1, 2, 4]),
 )
-def test_every_snapshot_is_on_the_grid_and_in_the_prompt_and_far_from_the_one_before(
-    pages: int, branch: int, had: set[int], every: int, gap: int, grid: int
-) -> None:
-    had = {boundary for boundary in had if boundary % grid == 0}
-    found = kept(Snapshots(every=every * PAGE, gap=gap * PAGE), pages, min(branch, pages), of(had), grid)
+def test_every_snapshot_is_on_the_grid_and_in_the_prompt(pages: int, branch: int, every: int, grid: int) -> None:
+    found = kept(Snapshots(every=every * PAGE), pages, min(branch, pages), grid)
     assert all(0 < boundary <= pages and boundary % grid == 0 for boundary in found)
-    for boundary in set(found) - had:
-        before = max((each for each in {*had, *found, 0} if each < boundary), default=0)
-        assert boundary - before >= gap
 
 
 # --- on the way, where they take little
@@ -84,7 +74,7 @@ def test_a_prompt_keeps_states_on_the_way_where_they_take_little() -> None:
         {"extents": 12},  # the prompt does not fit
         {"bounds": (None, 8)},
         {"cut": {}},
-        {"snapshot_every": 11 * PAGE_TOKENS},
+        {"keep_states": f"ends,branches,every:{11 * PAGE_TOKENS}"},
     ],
 )
 def test_it_keeps_none_on_the_way_where_they_take_what_others_need(where: dict[str, Any]) -> None:
@@ -109,14 +99,14 @@ def test_a_prompt_that_has_lost_its_end_is_resumed_on_the_way() -> None:
 
 
 def test_with_room_a_prompt_is_resumed_at_the_last_chunk_that_it_shares_with_the_first_of_its_kind() -> None:
-    world = World(config=config(ATTENTION, STATE, device=40, grid=2, snapshot_chunks=True))
+    world = World(config=config(ATTENTION, STATE, device=40, grid=2, keep_states="ends,branches,chunks"))
     world.request(prompt(8), chunks=4)
     assert world.resident(Tier.DEVICE, pool=1) == 4
     assert world.request(fork(5, word=1)).boundary == 4
 
 
 def test_without_room_states_are_kept_where_prompts_end_and_the_others_leave_first() -> None:
-    world = World(config=config(ATTENTION, STATE, device=(200, 12), snapshot_chunks=True))
+    world = World(config=config(ATTENTION, STATE, device=(200, 12), keep_states="ends,branches,chunks"))
     for seed in range(3):
         world.request(prompt(20, seed), chunks=20)
         assert world.resident(Tier.DEVICE, pool=1) == [11, 12, 12][seed], "10, while a quarter is free, and each end"
@@ -124,7 +114,7 @@ def test_without_room_states_are_kept_where_prompts_end_and_the_others_leave_fir
 
 
 def test_states_that_are_kept_because_there_is_room_are_copied_nowhere_until_a_prompt_has_ended_there() -> None:
-    world = World(config=config(ATTENTION, STATE, device=40, host=40, storage=True, snapshot_chunks=True))
+    world = World(config=config(ATTENTION, STATE, device=40, host=40, storage=True, keep_states="ends,branches,chunks"))
     world.request(prompt(8), chunks=8)
     world.settle()
     assert (world.resident(Tier.DEVICE, pool=1), world.resident(Tier.HOST, pool=1)) == (8, 1)

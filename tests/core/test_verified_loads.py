@@ -69,9 +69,7 @@ def test_a_page_that_two_requests_load_is_copied_twice_and_kept_once() -> None:
 
 def test_host_copies_of_fetched_pages_are_dropped_when_the_load_has_ended() -> None:
     """As long as it is being read a host page has to stay, though the write policy does not want it."""
-    world = World(
-        config=config(ATTENTION, host=64, storage=True, selective_uses=9, write_policy="write_through_selective")
-    )
+    world = World(config=config(ATTENTION, host=64, storage=True, write_policy="through:9"))
     world.stock(world.open(prompt(4)).tokens)
     world.drain()
     lease = world.open(prompt(4))

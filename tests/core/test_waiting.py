@@ -37,11 +37,11 @@ def test_what_has_arrived_when_patience_runs_out_is_used() -> None:
 
 def test_patience_grows_with_what_is_missing() -> None:
     assert Patience(1.5, 2.0).seconds(512) == 2.5
-    assert Policies(prefetch_base_s=2.0, prefetch_per_ki_token_s=0.25).patience().seconds(4096) == 3.0
-    assert Policies(prefetch_policy="best_effort").patience() == BEST_EFFORT
-    assert Policies(prefetch_policy="wait_complete", storage_deadline_s=7.0).patience() == Patience(7.0, each=True)
-    with pytest.raises(ConfigError, match="prefetch_base_s must be at least 0"):
-        Policies(prefetch_base_s=-1.0)
+    assert Policies(storage_wait="2s+0.25s/Ki").patience().seconds(4096) == 3.0
+    assert Policies(storage_wait="none").patience() == BEST_EFFORT
+    assert Policies(storage_wait="all", storage_deadline_s=7.0).patience() == Patience(7.0, each=True)
+    with pytest.raises(ConfigError, match="storage_wait must be none, all, or seconds"):
+        Policies(storage_wait="-1s")
 
 
 def test_patience_does_not_run_out_while_a_request_waits_in_the_queue() -> None:

@@ -94,9 +94,7 @@ def test_the_world_sees_every_kind_of_thing_happen() -> None:
 # Policies that the core does not read: the runtime makes a patience of them, divides memory, or checks records.
 BEYOND_THE_CORE = {
     "states",
-    "prefetch_policy",
-    "prefetch_base_s",
-    "prefetch_per_ki_token_s",
+    "storage_wait",
     "verify_host",
     "hash_sample",
 }

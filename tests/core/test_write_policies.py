@@ -6,7 +6,7 @@ from flights import copies, fetching
 from kvarve.core.copies.dirty import RETRY_BUDGET
 from kvarve.core.copies.effects import Probe
 from kvarve.core.copies.limits import SAMPLE
-from kvarve.core.policies import WAIT_COMPLETE, WritePolicy
+from kvarve.core.policies import WAIT_COMPLETE
 from kvarve.pages.pools import Tier
 from tests.sim.world import ATTENTION, PAGE_TOKENS, STATE, World, config, fork, prompt
 
@@ -73,7 +73,7 @@ def test_a_run_that_is_split_before_it_was_backed_up_is_backed_up_whole() -> Non
 
 
 def test_a_selective_backup_waits_for_enough_uses_and_a_request_is_one_however_it_goes_on() -> None:
-    world = World(config=config(ATTENTION, host=64, write_policy="write_through_selective", selective_uses=3))
+    world = World(config=config(ATTENTION, host=64, write_policy="through:3"))
     world.request(prompt(4), chunks=4)
     world.request(prompt(6))
     assert world.resident(HOST) == 0
@@ -82,7 +82,7 @@ def test_a_selective_backup_waits_for_enough_uses_and_a_request_is_one_however_i
 
 
 def test_samples_of_one_prompt_are_one_use() -> None:
-    world = World(config=config(ATTENTION, host=64, write_policy="write_through_selective", selective_uses=2))
+    world = World(config=config(ATTENTION, host=64, write_policy="through:2"))
     leases = [world.open(prompt(4), again=again) for again in (False, True, True)]
     for lease in leases:
         world.compute(lease)
@@ -92,7 +92,7 @@ def test_samples_of_one_prompt_are_one_use() -> None:
 
 
 def test_write_back_demotes_before_it_drops() -> None:
-    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="write_back"))
+    world = World(config=config(ATTENTION, device=8, host=8, storage=True, write_policy="back"))
     world.request(prompt(6))
     assert not copies(world, DEVICE, HOST), "nothing is copied before it has to be evicted"
     assert world.flush(DEVICE) == 0 and world.resident(DEVICE) == 6, "it is evicted when its copy has landed"
@@ -117,7 +117,7 @@ def test_a_run_of_which_nothing_could_be_evicted_is_evicted_later(
     slots: dict[str, list[int]], cut: dict[str, tuple[int, list[int], list[int]]], lengths: list[int]
 ) -> None:
     """Its pages are to be copied down first, and the host has no slot for them."""
-    world = World(config=config(ATTENTION, STATE, **slots, cut=cut, storage=True, write_policy="write_back"))
+    world = World(config=config(ATTENTION, STATE, **slots, cut=cut, storage=True, write_policy="back"))
     for seed, pages in enumerate(lengths):
         lease = world.start(prompt(pages, seed=seed))
         while not lease.ready:
@@ -136,15 +136,17 @@ def test_a_run_of_which_nothing_could_be_evicted_is_evicted_later(
 
 
 def test_a_run_with_more_states_than_the_host_holds_comes_to_rest() -> None:
-    world = World(config=config(ATTENTION, STATE, device=32, host=[32, 2], snapshot_every=2 * PAGE_TOKENS))
+    world = World(
+        config=config(ATTENTION, STATE, device=32, host=[32, 2], keep_states=f"ends,branches,every:{2 * PAGE_TOKENS}")
+    )
     world.request(prompt(8))
     assert world.resident(HOST, pool=1) == 2
 
 
 def test_another_write_policy_holds_for_what_is_used_from_then_on_and_what_was_dirty_stays_dirty() -> None:
-    world = World(config=config(ATTENTION, host=64, write_policy="write_back"))
+    world = World(config=config(ATTENTION, host=64, write_policy="back"))
     world.request(prompt(4))
-    world.core.write_by(WritePolicy.WRITE_THROUGH)
+    world.core.write_by("through")
     world.settle()
     assert world.resident(HOST) == 0, "it was not dirty"
     world.request(prompt(4))
@@ -152,7 +154,7 @@ def test_another_write_policy_holds_for_what_is_used_from_then_on_and_what_was_d
     lease = world.start(prompt(4, seed=1))
     world.grow(lease, 4)
     world.publish(lease, 4)
-    world.core.write_by(WritePolicy.WRITE_BACK)
+    world.core.write_by("back")
     world.close(lease)
     world.settle()
     assert world.resident(HOST) == 8

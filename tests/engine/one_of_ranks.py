@@ -37,7 +37,7 @@ def _compare(family: str, ranks: Ranks, folder: Path, device: str) -> dict[str, 
     prompt = [int(token) for token in torch.randint(0, 256, (PROMPT,), generator=torch.Generator().manual_seed(5))]
     uncached, rounds = Uncached(model, DECODE), {}
     for restart in (False, True):
-        policies = Policies(prefetch_policy="wait_complete")
+        policies = Policies(storage_wait="all")
         config = CacheConfig(4 << 20, 8 << 20, f"file://{folder}-{ranks.ranks}?capacity=64MiB", policies)
         cache = PrefixCache(model.identity, config, device=device, rank=ranks.rank, agreement=ranks.again())
         with watched(model, cache, ranks, deterministic=True) as engine:
@@ -72,7 +72,7 @@ def read_of_others(options: dict[str, Any], place: Place, listener: Listener | N
                 str(folder), page_tokens=page, chunk_tokens=chunk, ranks=ranks, rounded=hits == "rounded"
             )
             config = CacheConfig(
-                4 << 20, 8 << 20, f"file://{folder}-{hits}?capacity=64MiB", Policies(prefetch_policy="wait_complete")
+                4 << 20, 8 << 20, f"file://{folder}-{hits}?capacity=64MiB", Policies(storage_wait="all")
             )
             cache = PrefixCache(model.identity, config, rank=ranks.rank, agreement=ranks.again())
             uncached, told = Uncached(model, DECODE), []

@@ -165,9 +165,9 @@ def test_one_that_fits_does_not_wait_for_one_that_was_preempted(make: Make) -> N
 @pytest.mark.parametrize(
     ("family", "write"),
     [
-        ("qwen3_5", "write_back"),
-        pytest.param("gpt_oss", "write_through", marks=pytest.mark.long),
-        pytest.param("deepseek_v32", "write_through", marks=pytest.mark.long),
+        ("qwen3_5", "back"),
+        pytest.param("gpt_oss", "through", marks=pytest.mark.long),
+        pytest.param("deepseek_v32", "through", marks=pytest.mark.long),
     ],
 )
 def test_in_a_crowd_no_request_waits_in_vain_and_nothing_is_left(family: str, write: str, make: Make) -> None:

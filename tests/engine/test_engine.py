@@ -160,7 +160,7 @@ def test_a_long_prompt_delays_no_answer_by_more_than_one_chunk(make: Make, recor
 def test_a_request_that_waits_for_storage_is_overtaken(make: Make) -> None:
     model = a_model()
     storage = FaultyStorage(MemoryStorage(64 * MIB, model.identity.fingerprint(), "test"))
-    engine = make(start=False, storage=storage, max_running=1, clock=lambda: 1000.0, prefetch_policy="wait_complete")
+    engine = make(start=False, storage=storage, max_running=1, clock=lambda: 1000.0, storage_wait="all")
     storage.stall()
     slow = engine.submit(a_request(a_prompt(PROMPT, 1)))
     quick = engine.submit(a_request(a_prompt(PROMPT, 2), read_cache=False))

@@ -83,7 +83,9 @@ def a_cache(layout: StateLayout, dtype: torch.dtype) -> Iterator[PrefixCache]:
     name = str(dtype).removeprefix("torch.")
     identity = ModelIdentity("tiny", "random", name, layout.page_tokens, layout.chunk_tokens, layout.pools)
     config = CacheConfig(
-        32 * MIB, 32 * MIB, policies=Policies(prefetch_policy="wait_complete", snapshot_every=layout.chunk_tokens)
+        32 * MIB,
+        32 * MIB,
+        policies=Policies(storage_wait="all", keep_states=f"ends,branches,chunks,every:{layout.chunk_tokens}"),
     )
     cache = PrefixCache(identity, config, storage=MemoryStorage(64 * MIB, identity.fingerprint(), "test"))
     try:

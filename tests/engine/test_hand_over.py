@@ -14,7 +14,7 @@ def test_a_decode_engine_answers_as_one_engine_would_and_computes_only_the_end_o
     make: Make, tmp_path: Path
 ) -> None:
     url = f"file://{tmp_path}?capacity=64MiB"
-    prefill = make(start=False, storage=url, write_policy="write_through_selective")
+    prefill = make(start=False, storage=url, write_policy="through:2")
     decode = make(start=False, storage=url)
     ((_, first, last),) = by_hand(prefill, a_request(a_prompt(PROMPT, 3), 1, hand_over_s=LONG_S))
     assert last.ticket is not None and last.ticket.boundary * prefill.model.layout.page_tokens == GRID_FLOOR

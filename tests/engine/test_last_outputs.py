@@ -258,7 +258,7 @@ def test_a_broken_cache_writes_nothing_more_to_storage_and_shuts_down(
 ) -> None:
     store, closed = MemoryStorage(64 << 20, a_model().identity.fingerprint(), ""), list[int]()
     monkeypatch.setattr(store, "close", lambda: closed.append(store.usage().objects))
-    engine = make(start=False, storage=store, write_policy="write_back")
+    engine = make(start=False, storage=store, write_policy="back")
     by_hand(engine, a_request(a_prompt(5 * CHUNK), 2))
     assert engine.cache.scheduler.core.idle() and store.usage().objects == 0
     core = engine.cache.scheduler.core

@@ -49,7 +49,8 @@ def test_prompts_resume_at_the_last_page_that_they_share(family: str, make: Make
 def test_an_answer_is_kept_over_the_end_of_a_chunk(family: str, every: int, make: Make) -> None:
     model = with_rounded_hits(in_long_chunks(family))
     page, chunk = model.layout.page_tokens, model.layout.chunk_tokens
-    engine, prompt = make(model, start=False, snapshot_every=every * page), a_prompt(chunk - 2 * page - 3)
+    kept = "ends,branches,chunks" + (f",every:{every * page}" if every else "")
+    engine, prompt = make(model, start=False, keep_states=kept), a_prompt(chunk - 2 * page - 3)
     ((_, said, last),) = by_hand(engine, Request(prompt, Sampling(2 * page + 9, ignore_eos=True)))
     assert not last.error
     assert not engine.broken

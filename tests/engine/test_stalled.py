@@ -42,7 +42,7 @@ def turns(shop: Shop, many: int, later_s: float = 0.0) -> None:
 @pytest.fixture
 def hung(failed: list[tuple[int, str]]) -> Shop:
     """An engine that has lost a load, which owns 6 of its 8 pages; whoever asked for it has left."""
-    shop = Shop({"pools": [ATTENTION], "device": [DEVICE], "host": [32], "snapshot_chunks": False}, 4, 64, False)
+    shop = Shop({"pools": [ATTENTION], "device": [DEVICE], "host": [32], "keep_states": "ends,branches"}, 4, 64, False)
     assert answered(shop, "0" * 13)
     shop.world.flush(Tier.DEVICE)
     assert shop.come("0" * 13, "", 0, 1, 1, 1)

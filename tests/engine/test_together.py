@@ -138,7 +138,7 @@ def test_tails_of_prompts_computed_together_answer_as_each_alone(
 
 
 def test_a_prompt_that_waits_for_slots_lets_others_go_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Engine = make(start=False, turn_tokens=4 * CHUNK, write_policy="write_back")
+    engine: Engine = make(start=False, turn_tokens=4 * CHUNK, write_policy="back")
     slow = engine.submit(a_request(a_prompt(2 * CHUNK, 1), 2))
     quick = engine.submit(a_request(a_prompt(3 * CHUNK, 2), 2))
     turns(engine, lambda: len(engine.scheduler.running) == 2)

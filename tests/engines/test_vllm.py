@@ -47,7 +47,7 @@ def extra(seam: str, model: str, folder: Path) -> dict[str, Any]:
             "host_memory": "24MiB",
             "storage": url,
             "storage_deadline_s": DEADLINE_S,
-            "prefetch_policy": "wait_complete",
+            "storage_wait": "all",
         }
     tier = {"type": "WatchedTier", "module_path": "tier_worker", "storage": url, "deadline_s": DEADLINE_S}
     return {"cpu_bytes_to_use": 24 << 20, "secondary_tiers": [tier]}

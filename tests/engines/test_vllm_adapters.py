@@ -42,7 +42,7 @@ class Adapted:
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     url = f"file://{tmp_path_factory.mktemp('adapters')}/pages?capacity=256MiB"
-    extra = {"host_memory": "64MiB", "storage": url, "prefetch_policy": "wait_complete"}
+    extra = {"host_memory": "64MiB", "storage": url, "storage_wait": "all"}
     return {"extra": extra, "more": {"num_gpu_blocks_override": 100, "max_model_len": 1536} | LORA}
 
 

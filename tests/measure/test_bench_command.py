@@ -32,7 +32,7 @@ def bench(*words: str) -> "subprocess.CompletedProcess[str]":
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     storage = f"file://{folder / 'pages'}?capacity=256MiB"
-    words = ["--storage", storage, "--prefetch-policy", "wait_complete", "--admin-key", "boss", "--threads", "1"]
+    words = ["--storage", storage, "--storage-wait", "all", "--admin-key", "boss", "--threads", "1"]
     with served(words, folder, folder / "log") as url:
         yield url
 

@@ -18,7 +18,7 @@ def ttfts(folder: Path, config: SimulationConfig, *lines: dict[str, Any]) -> lis
 
 
 def patient() -> Policies:
-    return Policies(prefetch_policy="wait_complete")
+    return Policies(storage_wait="all")
 
 
 def test_pages_are_fetched_while_their_request_waits_for_its_turn(tmp_path: Path) -> None:
@@ -33,11 +33,11 @@ def test_pages_are_fetched_while_their_request_waits_for_its_turn(tmp_path: Path
 @pytest.mark.parametrize(
     ("policies", "seconds"),
     [
-        (Policies(prefetch_policy="best_effort"), 1.025),
-        (Policies(prefetch_base_s=1.5, prefetch_per_ki_token_s=0), 1.5 + 1.025),  # both pages come in one copy
+        (Policies(storage_wait="none"), 1.025),
+        (Policies(storage_wait="1.5s"), 1.5 + 1.025),  # both pages come in one copy
         (patient(), 2.001),
     ],
-    ids=["best_effort", "timeout", "wait_complete"],
+    ids=["none", "seconds", "all"],
 )
 def test_a_request_waits_for_storage_as_its_policy_says(tmp_path: Path, policies: Policies, seconds: float) -> None:
     config = settings(
@@ -48,7 +48,7 @@ def test_a_request_waits_for_storage_as_its_policy_says(tmp_path: Path, policies
     assert report.ttfts[3] == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("policy", ["through", "back"])
 def test_every_request_ends_however_slow_storage_is(tmp_path: Path, policy: str) -> None:
     config = settings(
         12,
@@ -105,7 +105,7 @@ def test_replicas_find_in_storage_what_others_have_computed(tmp_path: Path) -> N
         ({"host_memory": 1 << 30, "host_bytes_per_s": 1}, "give prefill tokens per s too"),
         ({"replicas": 2, "routing": "nearest"}, "unknown routing 'nearest'; known: prefix, random"),
         ({"routing": "random"}, "one replica gets all requests"),
-        ({"prefill_tokens_per_s": 1, "policies": Policies(prefetch_base_s=1.0)}, "give storage bytes per s"),
+        ({"prefill_tokens_per_s": 1, "policies": Policies(storage_wait="1s")}, "give storage bytes per s"),
     ],
     ids=str,
 )

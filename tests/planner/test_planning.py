@@ -131,7 +131,7 @@ def test_what_a_trace_has_not_had_before_was_never_seen(tmp_path: Path) -> None:
         (("--sweep", "nowhere/curve.png"), "--sweep: nowhere/curve.png: not a file that can be written"),
         (("--device-memory", "1GiB", "--model", "nowhere"), "nowhere"),
         (("--device-memory", "1GiB", "--dtype", "bfloat16"), "dtype is for a model"),
-        (("--device-memory", "1GiB", "--eviction", "belady"), "eviction must be one of lru, lfu"),
+        (("--device-memory", "1GiB", "--eviction", "belady"), "--eviction must be one of lru, lfu"),
         (("--device-memory", "1GiB", "--replicas", "two"), "--replicas: 'two' is not a whole number"),
         (("--device-memory", "1GiB", "--limit", "0"), "--limit"),
         (("--device-memory", "plenty"), "'plenty' is not a size"),

@@ -61,7 +61,7 @@ def test_a_page_far_into_a_prompt_saves_more_computing_than_a_first_one(tmp_path
 def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -> None:
     lines = [line([1, 2, 3, 4]), line([1, 2, 5]), line([1, 2, 6]), line([1, 2, 3, 4])]
     room = {"device_memory": 1 << 30, "kv_bytes_per_token": 1024}
-    without_chunks = Policies(snapshot_chunks=False)
+    without_chunks = Policies(keep_states="ends,branches")
     attention = replay(trace(tmp_path, *lines), SimulationConfig(**room))
     assert attention.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
     hybrid = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=1 << 17, policies=without_chunks))
@@ -70,7 +70,7 @@ def test_a_recurrent_model_resumes_only_where_a_state_was_kept(tmp_path: Path) -
     assert small.hit_tokens["device"] == (2 + 2 + 4) * BLOCK, "states that take little are kept on the way"
     roomy = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096))
     assert roomy.hit_tokens["device"] == (2 + 2 + 4) * BLOCK, "there is room for the states of all chunks"
-    every = Policies(snapshot_every=BLOCK, snapshot_chunks=False)
+    every = Policies(keep_states=f"ends,branches,every:{BLOCK}")
     often = replay(trace(tmp_path, *lines), SimulationConfig(**room, state_bytes=4096, policies=every))
     assert often.hit_tokens["device"] == (2 + 2 + 4) * BLOCK
     assert {*often.slots} == {"device.kv", "device.state"}
@@ -85,7 +85,7 @@ def test_pages_are_shared_and_kept_in_whole_chunks_as_by_a_server(tmp_path: Path
     assert again.hit_tokens["device"] == 2 * BLOCK, "four slots hold the whole chunks of both"
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("policy", ["through", "through:2", "back"])
 def test_no_policy_finds_more_than_there_ever_was_and_replays_are_equal(tmp_path: Path, policy: str) -> None:
     path = trace(tmp_path, *branching(60))
     beside = {"state_bytes": 2048, "window_tokens": 600, "window_bytes_per_token": 64}
@@ -163,7 +163,7 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"prefetch_policy": "best_effort"}, {"storage_deadline_s": 1.0}, {"hash_sample": 0.5}], ids=str
+    "setting", [{"storage_wait": "none"}, {"storage_deadline_s": 1.0}, {"hash_sample": 0.5}], ids=str
 )
 def test_a_setting_that_changes_nothing_in_a_replay_is_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"a replay does not depend on the setting {min(setting)}"):

@@ -28,7 +28,7 @@ def served(
 
     It computes bytes of its own, unless it `computes` those of another rank."""
     cache = PrefixCache(
-        an_identity(pools), a_config(prefetch_policy="wait_complete"), storage=store, rank=rank, agreement=OneOf(ranks)
+        an_identity(pools), a_config(storage_wait="all"), storage=store, rank=rank, agreement=OneOf(ranks)
     )
     try:
         found = run(cache, prompt(4.5), rank=rank if computes is None else computes)

@@ -58,12 +58,12 @@ def gone(before: list[threading.Thread]) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "down_to_the_host"),
-    [("write_through", False), ("write_through_selective", False), ("write_back", False), ("write_back", True)],
+    [("through", False), ("through:9", False), ("back", False), ("back", True)],
 )
 def test_what_is_in_memory_goes_to_a_store_that_is_attached_if_asked(
     make: Make, policy: str, down_to_the_host: bool
 ) -> None:
-    cache, store = make(write_policy=policy, selective_uses=9), a_store()
+    cache, store = make(write_policy=policy), a_store()
     run(cache, LONG)
     settle(cache)
     if down_to_the_host:
@@ -80,7 +80,7 @@ def test_what_is_in_memory_goes_to_a_store_that_is_attached_if_asked(
 
 def test_what_a_policy_does_not_want_is_not_stored_because_a_store_was_down(make: Make) -> None:
     store = a_store()
-    cache = make(store, write_policy="write_back")
+    cache = make(store, write_policy="back")
     store.dead = True
     while cache.up:
         run(cache, prompt(4.5, seed=store.counts["exists"]))
@@ -145,7 +145,7 @@ def test_without_a_storage_no_probe_is_sent_and_it_can_be_attached_again(make: M
 
 def test_a_request_that_waits_for_a_detached_storage_is_computed_at_once(make: Make) -> None:
     store, clock = a_store(), Clock()
-    cache = make(store, clock, prefetch_policy="wait_complete")
+    cache = make(store, clock, storage_wait="all")
     store.stall()
     request = Request(cache, LONG)
     store.wait_for_stalled_call()
@@ -162,20 +162,20 @@ def test_a_request_that_waits_for_a_detached_storage_is_computed_at_once(make: M
 
 
 def test_policies_come_with_a_store_and_stay(make: Make) -> None:
-    cache, store = make(write_policy="write_back"), a_store()
+    cache, store = make(write_policy="back"), a_store()
     run(cache, LONG)
     settle(cache)
     assert "host.attention" not in used(cache)
-    attach(cache, store, prefetch="best_effort", write="write_through", back_up=True)
+    attach(cache, store, wait="none", write="through", back_up=True)
     settle(cache)
     assert used(cache)["host.attention"] == ALL and store.usage().objects > 0
     policies = cache.worker.config.policies
-    assert (policies.prefetch_policy, policies.write_policy) == ("best_effort", "write_through")
+    assert (policies.storage_wait, policies.write_policy) == ("none", "through")
     assert policies.patience().base_s == 0
     detach(cache)
     attach(cache, a_store())
     policies = cache.worker.config.policies
-    assert (policies.prefetch_policy, policies.write_policy) == ("best_effort", "write_through")
+    assert (policies.storage_wait, policies.write_policy) == ("none", "through")
 
 
 # --- one that hangs
@@ -211,7 +211,7 @@ def test_a_storage_that_hangs_harms_no_request_after_it_was_detached(make: Make)
 
 def test_what_waited_behind_a_call_that_hangs_ends_when_the_store_is_given_up(make: Make) -> None:
     store, clock = a_store(), Clock()
-    cache = make(store, clock, storage_deadline_s=0.2, prefetch_policy="best_effort")
+    cache = make(store, clock, storage_deadline_s=0.2, storage_wait="none")
     store.stall()
     run(cache, prompt(8.5, seed=20))
     store.wait_for_stalled_call()
@@ -278,7 +278,7 @@ def test_a_store_that_is_down_is_not_asked_and_it_or_another_gets_what_was_writt
 
 def test_requests_that_wait_for_a_hung_storage_resume_at_its_deadline_and_others_never_wait(make: Make) -> None:
     filled, clock = a_store(), Clock()
-    cache = make(filled, clock, prefetch_base_s=99.0, prefetch_per_ki_token_s=9.0, storage_deadline_s=7.0)
+    cache = make(filled, clock, storage_wait="99.0s+9.0s/Ki", storage_deadline_s=7.0)
     run(cache, LONG)
     settle(cache)
     filled.stall()
@@ -326,8 +326,8 @@ def full(make: Make) -> PrefixCache:
 
 def test_an_unknown_policy_is_refused(full: PrefixCache) -> None:
     config, store = full.worker.config, a_store()
-    with pytest.raises(ConfigError, match=r"prefetch_policy must be .* got 'hope'"):
-        full.worker.attach(store, prefetch="hope")
+    with pytest.raises(ConfigError, match=r"storage_wait must be .* got 'hope'"):
+        full.worker.attach(store, wait="hope")
     with pytest.raises(ConfigError, match=r"write_policy must be .* got 'later'"):
         full.worker.attach(store, write="later")
     assert full.worker.config is config and not store.closed.is_set(), "it is still the caller's"

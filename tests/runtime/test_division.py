@@ -25,7 +25,7 @@ def test_states_that_are_kept_more_often_have_more_room_where_memory_is_divided(
         assert isinstance(found, tuple)
         return found
 
-    (_, _, few), (pages, _, many) = slots(), slots(snapshot_every=every)
+    (_, _, few), (pages, _, many) = slots(), slots(keep_states=f"every:{every}")
     assert many > few and many * every >= 0.9 * pages * PAGE
     assert slots(states=5)[1:] == (15, 5)
     assert spacing(POOLS, PAGE, CHUNK, every=every) <= every < spacing(POOLS, PAGE, CHUNK)

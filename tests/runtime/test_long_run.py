@@ -19,7 +19,7 @@ RULES = (
     Rule("short", probability=0.03),
 )
 LONG = pytest.mark.long
-PREFETCH = ("best_effort", "timeout", "wait_complete")
+WAITS = ("none", "1s+0.25s/Ki", "all")
 
 
 def least(*, records: bool) -> int:
@@ -40,10 +40,8 @@ class Life:
             "device": least(records=False) + self.rng.randrange(6000),
             "host": least(records=True) + 4096 * self.rng.randrange(40),
             "write_policy": policy,
-            "selective_uses": self.rng.choice([1, 2]),
-            "prefetch_policy": self.rng.choice(PREFETCH),
-            "prefetch_base_s": 1.0,
-            "snapshot_every": self.rng.choice([0, 256]),
+            "storage_wait": self.rng.choice(WAITS),
+            "keep_states": "ends,branches,chunks" + self.rng.choice(["", ",every:256"]),
         } | settings
         stem = prompt(20, seed=99)
         self.prompts = [prompt(10 + i, seed=i, prefix=stem[: i * PAGE * 2]) for i in range(7)]
@@ -86,7 +84,7 @@ class Life:
         assert nothing_is_left(self.cache)
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("policy", ["through", "through:2", "back"])
 @pytest.mark.parametrize(("seed", "turns"), [(0, 50), *(pytest.param(seed, 500, marks=LONG) for seed in range(3))])
 def test_in_a_long_life_with_a_storage_full_of_faults_no_request_resumes_from_a_wrong_byte(
     seed: int, turns: int, policy: str
@@ -110,8 +108,8 @@ def test_in_a_long_life_with_a_storage_full_of_faults_no_request_resumes_from_a_
 def test_long_lives_find_pages_on_every_tier_and_see_every_trouble() -> None:
     """The test above proves little if nothing was ever found or refused."""
     found, counters = [0, 0, 0], {"bad_storage": 0, "failed": 0, "duplicates": 0}
-    for seed, policy in ((10, "write_through"), (11, "write_back"), (12, "write_through")):
-        life = Life(seed, policy, prefetch_policy="wait_complete")
+    for seed, policy in ((10, "through"), (11, "back"), (12, "through")):
+        life = Life(seed, policy, storage_wait="all")
         for _ in range(400):
             life.turn()
         life.end()

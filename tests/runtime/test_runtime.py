@@ -55,7 +55,7 @@ def test_at_the_end_of_a_block_pages_are_stored_unless_the_cache_has_failed(
     make: Make, ends: Callable[[PrefixCache], object], hit: int
 ) -> None:
     store = a_store()
-    with suppress(KeyError, ConfigError, Broken, AttributeError), make(store, write_policy="write_back") as cache:
+    with suppress(KeyError, ConfigError, Broken, AttributeError), make(store, write_policy="back") as cache:
         run(cache, LONG)
         ends(cache)
     assert sum(run(make(store), LONG)) == hit
@@ -203,7 +203,7 @@ def test_at_least_one_token_is_left_to_compute(make: Make) -> None:
 
 def test_write_back_backs_up_what_is_evicted(make: Make) -> None:
     store = a_store()
-    cache = make(store, write_policy="write_back")
+    cache = make(store, write_policy="back")
     run(cache, LONG)
     settle(cache)
     assert "host.attention" not in used(cache)
@@ -217,10 +217,10 @@ def test_write_back_backs_up_what_is_evicted(make: Make) -> None:
     assert run(cache, LONG) == (0, 0, ALL)
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("policy", ["through", "through:2", "back"])
 def test_under_every_write_policy_more_prompts_than_the_device_holds_come_back(make: Make, policy: str) -> None:
     store = a_store()
-    cache = make(store, device=8_000, host=1 << 20, write_policy=policy, selective_uses=1)
+    cache = make(store, device=8_000, host=1 << 20, write_policy=policy)
     prompts = [prompt(4.5, seed) for seed in range(15)]
     assert 4 < cache.scheduler.core.slot_pools.capacity[0] < 15 * 4
     for tokens in prompts:
@@ -238,7 +238,7 @@ def test_under_every_write_policy_more_prompts_than_the_device_holds_come_back(m
 def test_a_wait_is_over_with_the_patience_of_a_request(make: Make) -> None:
     """An engine with nothing else to do sleeps: until the earliest deadline of a request that waits for storage."""
     store, clock = a_full_store(), Clock()
-    cache = make(store, clock, prefetch_policy="timeout", prefetch_base_s=5.0, prefetch_per_ki_token_s=0.0)
+    cache = make(store, clock, storage_wait="5.0s")
     store.stall()
     request = Request(cache, LONG)
     store.wait_for_stalled_call()

@@ -125,7 +125,7 @@ def test_one_flush_evicts_all_unpinned_pages_whatever_was_used_last(make: Make) 
     assert used(cache) == {"host.attention": 4 + 3 * 4}
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("policy", ["through", "back"])
 def test_a_flush_with_a_dead_storage_ends(make: Make, policy: str) -> None:
     store = a_store()
     cache = make(store, write_policy=policy)

@@ -42,7 +42,7 @@ def test_all_pages_are_waited_for_though_together_they_take_longer_than_one_call
     run(first, prompt(100.5))
     settle(first)
     store, gates_of_calls = gated_gets(region)
-    cache = make(store, clock, device=80_000, host=2 << 20, prefetch_policy="wait_complete", storage_deadline_s=1.0)
+    cache = make(store, clock, device=80_000, host=2 << 20, storage_wait="all", storage_deadline_s=1.0)
     request = Request(cache, prompt(100.5))
     until(cache, lambda: request.lease.phase is Phase.FETCHING)
     cache.claim(request.lease)
@@ -170,7 +170,7 @@ def test_under_write_back_a_shutdown_stores_what_was_never_evicted(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     region = a_region()
-    cache = make(FaultyStorage(region, stays=True), write_policy="write_back")
+    cache = make(FaultyStorage(region, stays=True), write_policy="back")
     for seed in range(2):
         run(cache, prompt(8.5, seed=seed))
     assert not region.usage().objects
@@ -183,7 +183,7 @@ def test_under_write_back_a_shutdown_stores_what_was_never_evicted(
 
 def test_a_shutdown_says_how_much_could_not_be_stored(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     store = a_store()
-    cache = make(store, write_policy="write_back")
+    cache = make(store, write_policy="back")
     run(cache, prompt(8.5))
     store.dead = True
     with caplog.at_level(logging.WARNING):

@@ -78,7 +78,7 @@ def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     near, far = a_store(), a_store()
     lose_patience_with_stalled_calls(monkeypatch, far)
     tiers = Tiers([Breaker(each, deadline_s=60.0) for each in (near, far)])
-    config = a_config(storage_deadline_s=request.param, prefetch_policy="wait_complete")
+    config = a_config(storage_deadline_s=request.param, storage_wait="all")
     cache = PrefixCache(an_identity(), config, storage=tiers)
     run(cache, LONG)
     settle(cache)

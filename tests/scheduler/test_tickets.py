@@ -33,7 +33,7 @@ def region() -> MemoryStorage:
 def servers(region: MemoryStorage) -> Iterator[tuple[PrefixCache, PrefixCache]]:
     """A prefill server with a write policy that would not store a prompt at its first use, and a decode server."""
     stores = [FaultyStorage(region, stays=True) for _ in range(2)]
-    prefill = PrefixCache(an_identity(), a_config(write_policy="write_through_selective"), storage=stores[0])
+    prefill = PrefixCache(an_identity(), a_config(write_policy="through:2"), storage=stores[0])
     decode = PrefixCache(an_identity(), a_config(), storage=stores[1])
     yield prefill, decode
     prefill.shutdown(5)
@@ -104,7 +104,7 @@ def test_a_ticket_of_something_else_is_refused_and_nothing_has_changed(
 def test_a_request_waits_for_its_ticket_until_its_time_and_no_longer_than_for_a_call_that_hangs(
     until_s: float, waits_s: float
 ) -> None:
-    settings = an_identity(), a_config(prefetch_policy="best_effort")
+    settings = an_identity(), a_config(storage_wait="none")
     scheduler = CacheScheduler(*settings, check(*settings), storage=True)
     known = scheduler.prompt(PROMPT)
     model = an_identity().fingerprint().hex()

@@ -44,9 +44,7 @@ class Served(NamedTuple):
 
 def served(model: LoadedModel, folder: Path) -> Served:
     """Prompts asked cold, from each tier, and after a restart from storage."""
-    config = CacheConfig(
-        64 * MIB, 64 * MIB, f"file://{folder}?capacity=1GiB", Policies(prefetch_policy="wait_complete")
-    )
+    config = CacheConfig(64 * MIB, 64 * MIB, f"file://{folder}?capacity=1GiB", Policies(storage_wait="all"))
     prompts, found = [[7 * seed % 256 + at % 200 for at in range(280)] for seed in (1, 2)], Served([], [], [])
 
     def watch(_: int, logits: Tensor) -> None:
@@ -106,13 +104,13 @@ def test_in_two_processes_storages_come_and_go(monkeypatch: pytest.MonkeyPatch) 
     (far,) = FarScheduler.made
     assert run(cache, tokens) == (0, 0, 0)
     for store in stores[:2]:
-        change = cache.worker.attach(store, back_up=True, write="write_through_selective")
+        change = cache.worker.attach(store, back_up=True, write="through:2")
         with pytest.raises(UnderWay):
             cache.worker.detach()
         cache.step()
         change.made.result(0)
         settle(cache)
-        assert cache.worker.config.policies.write_policy == "write_through_selective" and store.usage().objects
+        assert cache.worker.config.policies.write_policy == "through:2" and store.usage().objects
         cache.flush()
         assert run(cache, tokens) == (0, 0, 8)
     declined = cache.worker.decline(StorageError("this rank cannot"))

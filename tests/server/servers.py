@@ -35,7 +35,7 @@ def settings(checkpoint: Path, storage: Path | tuple[str, ...] = (), **more: obj
         "device_memory": 8 << 20,
         "host_memory": 16 << 20,
         "storage": (f"file://{storage}?capacity=64MiB",) if isinstance(storage, Path) else storage,
-        "policies": Policies(prefetch_policy="wait_complete"),
+        "policies": Policies(storage_wait="all"),
     }
     return Settings(model=str(checkpoint), **(shape | more))  # type: ignore[arg-type]
 

@@ -68,11 +68,11 @@ def test_a_storage_comes_and_goes_while_the_server_serves(
     assert done(client.get(STORAGE)) == {
         "attached": False,
         "changing": False,
-        "prefetch_policy": "wait_complete",
-        "write_policy": "write_through",
+        "storage_wait": "all",
+        "write_policy": "through",
     }
-    told = attach(client, tmp_path / "pages", prefetch_policy="timeout")
-    assert (told["attached"], told["up"], told["prefetch_policy"]) == (True, True, "timeout")
+    told = attach(client, tmp_path / "pages", storage_wait="3s")
+    assert (told["attached"], told["up"], told["storage_wait"]) == (True, True, "3s")
     assert told["url"] == f"file://{tmp_path}/pages?capacity=64MiB"
     assert (told["capacity_bytes"], told["objects"], told["changing"]) == (64 << 20, 0, False)
     cold = complete(client, song * 2, cache_salt=salt, max_tokens=2)
@@ -132,8 +132,11 @@ def test_the_status_says_what_compression_saves(
         ({"url": 1}, "url.str: Input should be a valid string"),
         ({"url": ["{new}", "{new}"]}, "is the same place as"),
         ({"url": "{new}", "backup": True}, "backup: Extra inputs are not permitted"),
-        ({"url": "{new}", "prefetch_policy": "hope"}, "prefetch_policy must be one of best_effort"),
-        ({"url": "{new}", "write_policy": "later"}, "write_policy must be one of write_through"),
+        ({"url": "{new}", "storage_wait": "hope"}, "storage_wait must be none, all, or seconds"),
+        (
+            {"url": "{new}", "write_policy": "later"},
+            "write_policy must be through, through:N",
+        ),
         ({"url": "nfs://x"}, "there is no storage of the kind 'nfs'"),
         ({"url": "file://{folder}/new?capacity=1KiB"}, "1 KiB of storage memory is too little for this model"),
     ],
@@ -146,7 +149,7 @@ def test_what_cannot_be_attached_is_refused_and_nothing_has_changed(
     body = json.dumps(asked).replace("{new}", new).replace("{folder}", str(tmp_path))
     assert complaint in refused(client.put(STORAGE, content=body), 400)
     after = done(client.get(STORAGE))
-    for settled in ("attached", "url", "up", "prefetch_policy", "write_policy", "objects"):
+    for settled in ("attached", "url", "up", "storage_wait", "write_policy", "objects"):
         assert after[settled] == before[settled]
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
@@ -244,7 +247,7 @@ def test_storages_come_and_go_two_hundred_times_and_no_request_notices(
         try:
             for _ in range(200):
                 operated.engine.ask(lambda: operated.engine.cache.scheduler.core.flush(MEMORY_TIERS), LONG_S)
-                policy = dice.choice(["write_through", "write_through_selective", "write_back"])
+                policy = dice.choice(["through", "through:2", "back"])
                 done(client.put(STORAGE, json={"url": dice.choice(urls), "back_up": True, "write_policy": policy}))
                 for store in stores[-1:]:
                     store.dead = dice.random() < 0.3
@@ -298,13 +301,13 @@ def test_an_operator_attaches_and_detaches_from_the_command_line(
 ) -> None:
     assert told(say("status"))["storage"] == "none"
     url = f"file://{tmp_path}/pages?capacity=64MiB"
-    said = told(say("attach", url, "--back-up", "--prefetch-policy", "timeout", "--write-policy", "write_back"))
-    assert (said["storage"], said["policies"]) == (url, "prefetch timeout, write write_back")
+    said = told(say("attach", url, "--back-up", "--storage-wait", "3s", "--write-policy", "back"))
+    assert (said["storage"], said["policies"]) == (url, "write back, storage wait 3s")
     assert said["state"].startswith("up for")
     assert said["holds"].endswith("of 64 MiB")
     assert told(say("status"))["storage"] == url
-    assert told(say("detach")) == {"storage": "none", "policies": "prefetch timeout, write write_back"}
-    attach(client, tmp_path / "pages", prefetch_policy="wait_complete", write_policy="write_through")
+    assert told(say("detach")) == {"storage": "none", "policies": "write back, storage wait 3s"}
+    attach(client, tmp_path / "pages", storage_wait="all", write_policy="through")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ FEW = {  # memory for little more than one long answer, and for the fetch of one
     "max_running": 2,
     "deterministic": False,
     "metrics_compat": "vllm,sglang",
-    "policies": Policies(prefetch_policy="wait_complete", host_share=0.025),
+    "policies": Policies(storage_wait="all", host_share=0.025),
 }
 
 

@@ -41,7 +41,7 @@ def serving(
     ready, log = folder / "ready", folder / "log"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "kvarve", "serve", "--tp", str(ranks), "--port", "0", "--ready-file", str(ready)]
-    command += ["--prefetch-policy", "wait_complete", "--admin-key", "the-admin", *SHAPE, *words]
+    command += ["--storage-wait", "all", "--admin-key", "the-admin", *SHAPE, *words]
     command += ["--rank-deadline-s", str(DEADLINE_S)]
     environments = [gpu_nodes.environment(node) for node in range(2)] if gpu else [None]
     if gpu:
@@ -116,8 +116,8 @@ def test_without_one_rank_all_end_and_say_which_and_a_restart_serves_from_storag
 
 DETACHED = {"attached": False, "url": None}
 POLICIES = {
-    "write_policy": ["write_through", "write_through_selective", "write_back"],
-    "prefetch_policy": ["best_effort", "timeout", "wait_complete"],
+    "write_policy": ["through", "through:2", "back"],
+    "storage_wait": ["none", "2s+0.25s/Ki", "all"],
 }
 
 
@@ -220,7 +220,7 @@ def test_changes_of_the_storage_under_traffic_are_made_on_all_ranks_or_none(chan
             assert operator.answers[kind, 200] >= tries / 2 > 0, kind
         assert operator.answers["misspelt", 400] and operator.answers["impossible", 500]
         # All ranks have made the last change: they report, and compare what they have decided, in each of these turns.
-        operator.attach(operator.urls[0], write_policy="write_through", prefetch_policy="wait_complete", back_up=True)
+        operator.attach(operator.urls[0], write_policy="through", storage_wait="all", back_up=True)
         assert client.post("/flush_cache", headers=ADMIN).status_code == 200
         for number, answer in expected.items():
             warm = ask(client, f"{number} {PROMPT}")

@@ -97,7 +97,7 @@ def test_a_storage_that_replaces_files_under_traffic_serves_all_ranks_and_those_
 
     @contextmanager
     def serving(storage: str) -> Iterator[Client]:
-        words = ["--tp", "4", "--admin-key", "the-admin", "--prefetch-policy", "wait_complete", "--storage", storage]
+        words = ["--tp", "4", "--admin-key", "the-admin", "--storage-wait", "all", "--storage", storage]
         with served(words, tmp_path, tmp_path / "log") as url, closing(Client(url)) as client:
             yield client
 

@@ -113,7 +113,7 @@ def target(options: Target, *more: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.out) as folder:
         storage = (STORAGE, f"file://{(Path(folder) / 'storage').resolve()}?capacity=16GiB")
         own = () if any(word.partition("=")[0] == STORAGE for word in words) else storage
-        policy = ("--prefetch-policy", "wait_complete")
+        policy = ("--storage-wait", "all")
         with served(
             ["--model", options.model or MODEL, *MEMORY, *policy, *own, *more, *words], Path(folder), log
         ) as url:

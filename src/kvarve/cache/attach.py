@@ -50,7 +50,7 @@ class Admin:
         told: dict[str, Any] = {
             "attached": attached is not None,
             "changing": self._changing.locked(),
-            "prefetch_policy": cache.worker.config.policies.prefetch_policy,
+            "storage_wait": cache.worker.config.policies.storage_wait,
             "write_policy": cache.worker.config.policies.write_policy,
         }
         if attached is None:
@@ -97,7 +97,7 @@ class Admin:
         }
 
     def attach(
-        self, url: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None, back_up: bool = False
+        self, url: str | Sequence[str], *, wait: str | None = None, write: str | None = None, back_up: bool = False
     ) -> dict[str, Any]:
         """Open a storage (several URLs: tiers) and attach it in place of the present one; returns the status then.
 
@@ -105,11 +105,11 @@ class Admin:
         """
         cache, told = self._cache, ", ".join(map(shown, [url] if isinstance(url, str) else url))
         with self._alone():
-            self._tell(((url,) if isinstance(url, str) else tuple(url), prefetch, write, back_up))
+            self._tell(((url,) if isinstance(url, str) else tuple(url), wait, write, back_up))
             try:
                 # Abandoned if it hangs: neither the next change nor the program's exit waits for it.
                 opening = BackgroundCall(
-                    "kvarve opens a storage", lambda: cache.worker.opened(url, prefetch=prefetch, write=write)
+                    "kvarve opens a storage", lambda: cache.worker.opened(url, wait=wait, write=write)
                 )
                 storage = opening.result(OPEN_S, late=_close)
             except Exception as e:  # noqa: BLE001  it may be a bug in a backend; the caller is told
@@ -124,7 +124,7 @@ class Admin:
                 raise error from None
             try:
                 change = self._on_its_thread(
-                    lambda: cache.worker.attach(storage, setting=url, back_up=back_up, prefetch=prefetch, write=write),
+                    lambda: cache.worker.attach(storage, setting=url, back_up=back_up, wait=wait, write=write),
                     ASK_S,
                 )
             except BaseException:  # the storage is closed on any error

@@ -73,7 +73,7 @@ def divide(
     none. Pools share by large granules only if prompts can be about as long as in divided memory. ConfigError if not
     even two chunks of a prompt would fit."""
     shape, states = (pools, page_tokens, chunk_tokens), policies.states
-    apart = spacing(*shape, policies.snapshot_every)
+    apart = spacing(*shape, policies.snapshots.every)
     once = split(memory, *shape, records=records, what=what, per_snapshot=apart, states=states)
     found = cut_memory(memory, *shape, records=records, states=states, granule=granule) if granule else None
     if found is None or granule == 1:

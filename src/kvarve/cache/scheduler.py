@@ -77,7 +77,7 @@ class Changes:
         if not change.attach:
             return Proposal("detach")
         policies = change.config.policies
-        what = [change.config.storages, policies.prefetch_policy, policies.write_policy, change.back_up]
+        what = [change.config.storages, policies.storage_wait, policies.write_policy, change.back_up]
         return Proposal(json.dumps(what))
 
     def decide(self, granted: bool | None, now: float) -> ChangeMade | ChangeRefused | None:
@@ -359,7 +359,7 @@ class CacheScheduler:
             return False
         made = isinstance(decision, ChangeMade)
         if made:
-            self.core.write_by(change.config.policies.write)  # first: the new policy decides which pages are dirty
+            self.core.write_by(change.config.policies.write_policy)  # first: it decides which pages are dirty
             self.core.storage.only_read = change.only_read
             if change.attach:
                 self.core.attach(change.back_up)

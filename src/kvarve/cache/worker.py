@@ -294,13 +294,13 @@ class CacheWorker:
 
     # --- the storage: attached and detached as the scheduler decides
 
-    def opened(self, setting: str | Sequence[str], *, prefetch: str | None = None, write: str | None = None) -> Storage:
+    def opened(self, setting: str | Sequence[str], *, wait: str | None = None, write: str | None = None) -> Storage:
         """Open a storage (several URLs are tiers) for this model's pages, to be attached. From any thread, since it may
         take long.
 
         ConfigError, StorageError: it cannot be used, or not with these policies, and nothing has been touched.
         """
-        config = self._with(setting, prefetch, write)
+        config = self._with(setting, wait, write)
         check_setting(self.identity, config)
         return self._open(config, answers=True)
 
@@ -310,7 +310,7 @@ class CacheWorker:
         *,
         setting: str | Sequence[str] = (),
         back_up: bool = False,
-        prefetch: str | None = None,
+        wait: str | None = None,
         write: str | None = None,
     ) -> Change:
         """Propose to attach an open storage in place of the present one; it belongs to the worker then.
@@ -324,7 +324,7 @@ class CacheWorker:
         """
         if not self.config.host_memory:
             raise ConfigError(NO_HOST)
-        config = self._with(setting, prefetch, write)
+        config = self._with(setting, wait, write)
         self._check_free()
         return self._propose(self._guarded(storage, config.storages), config, back_up=back_up)
 
@@ -395,11 +395,11 @@ class CacheWorker:
             stats |= {f"compress_{name}.{pool}": value for name, value in total.items()}
         return stats
 
-    def _with(self, setting: str | Sequence[str], prefetch: str | None, write: str | None) -> CacheConfig:
+    def _with(self, setting: str | Sequence[str], wait: str | None, write: str | None) -> CacheConfig:
         """The settings with another storage, and other policies where they are given."""
         policies = replace(
             self.config.policies,
-            prefetch_policy=self.config.policies.prefetch_policy if prefetch is None else prefetch,
+            storage_wait=self.config.policies.storage_wait if wait is None else wait,
             write_policy=self.config.policies.write_policy if write is None else write,
         )
         return replace(self.config, storage=setting if isinstance(setting, str) else tuple(setting), policies=policies)

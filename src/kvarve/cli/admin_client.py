@@ -60,7 +60,7 @@ def describe(status: dict[str, Any]) -> str:
         lines += [(f"compressed {pool}", _compressed(total)) for pool, total in status["compressed"].items()]
         lines.append(("pages", _counts(status["pages"])))
         lines += [(name, _counts(lane)) for name, lane in status["lanes"].items()]
-    lines.append(("policies", f"prefetch {status['prefetch_policy']}, write {status['write_policy']}"))
+    lines.append(("policies", f"write {status['write_policy']}, storage wait {status['storage_wait']}"))
     if status.get("previous_closed") is False:
         lines.append(("before", "a call to the storage that was attached hangs: it is closed when that comes back"))
     return aligned(lines)

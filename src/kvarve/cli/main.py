@@ -163,7 +163,7 @@ app.command(storage)
 @storage.command
 def attach(urls: Urls, /, *, options: Attach = Attach()) -> None:
     """Attach a storage to a running server, in place of the one that it has."""
-    policies = {"prefetch_policy": options.prefetch_policy, "write_policy": options.write_policy}
+    policies = {"storage_wait": options.storage_wait, "write_policy": options.write_policy}
     _ask_server("PUT", options, {"url": [*urls], "back_up": options.back_up} | policies)
 
 

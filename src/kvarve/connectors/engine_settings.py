@@ -14,7 +14,7 @@ from kvarve.storage.urls import parse_urls, shown
 READ_ALL = "read"  # as the value of `weights`: fingerprint all bytes of their files, instead of a sample
 DETACH_S = 10  # for which SGLang waits as it detaches a storage
 # Policies that an engine decides: it says which windows and states there are, and has its salts in its blocks' names.
-_ENGINES = ("snapshot_", "salt_share")
+_ENGINES = ("keep_states", "salt_share")
 # Keys of extra_config that SGLang reads itself, and leaves there or not.
 _SGLANGS = {
     *("backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold", "prefetch_timeout_base"),

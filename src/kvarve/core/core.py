@@ -21,7 +21,6 @@ from kvarve.core.observe.histograms import Ages
 from kvarve.core.observe.hot import Hot, HotPrefix
 from kvarve.core.observe.page_events import PageEvents
 from kvarve.core.observe.reasons import Reason, explain
-from kvarve.core.policies import WritePolicy
 from kvarve.core.requests.engine_blocks import EngineBlocks
 from kvarve.core.requests.paths import Paths
 from kvarve.core.requests.prefetch import LOOK_AHEAD, Prefetch
@@ -348,9 +347,9 @@ class Core:
             self.backups.dirty.mark_dirty(each)
         return boundary
 
-    def write_by(self, policy: WritePolicy) -> None:
+    def write_by(self, policy: str) -> None:
         """Change the write policy; pages that are dirty by the policy before it stay dirty."""
-        policies = replace(self.config.policies, write_policy=policy.value)
+        policies = replace(self.config.policies, write_policy=policy)
         self.context.config = replace(self.config, policies=policies)
 
     # --- prompts that share

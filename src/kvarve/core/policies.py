@@ -3,24 +3,23 @@
 `Policies` holds them all and checks them; the core, the worker, the simulator and the command line take it whole.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
-from kvarve.core.slots.orders import ORDERS
-from kvarve.pages.boundaries import members
 from kvarve.pages.field_checks import require, require_types
 
 
 class WritePolicy(Enum):
-    """When a page is copied to the next tier: after its first use, after k uses, or when it is evicted."""
+    """When a page is copied to the next tier: after its first use, after N uses, or when it is evicted."""
 
-    WRITE_THROUGH = "write_through"
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    WRITE_BACK = "write_back"
+    WRITE_THROUGH = "through"
+    WRITE_THROUGH_SELECTIVE = "through:N"
+    WRITE_BACK = "back"
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,19 @@ class Patience:
 
 BEST_EFFORT = Patience(0.0)
 WAIT_COMPLETE = Patience(inf, each=True)
-_PATIENCE = {"best_effort": BEST_EFFORT, "wait_complete": WAIT_COMPLETE}  # of "timeout" two settings say it
+_PATIENCE = {"none": BEST_EFFORT, "all": WAIT_COMPLETE}
+# How people write three policies. A text beside the choices is one of theirs with other numbers.
+Write = Literal["through", "through:2", "back"] | str
+Wait = Literal["none", "2s+0.25s/Ki", "all"] | str
+States = Literal["ends,branches,chunks", "ends,branches", "ends", "none"] | str
+Order = Literal["lru", "lfu", "s3fifo", "priority"]
+_SECONDS = "([0-9]{1,9}(?:[.][0-9]{1,9})?)s"
+_WRITE = re.compile("through(?::([1-9][0-9]{0,8}))?|back")
+_WAIT = re.compile(f"none|all|{_SECONDS}(?:[+]{_SECONDS}/Ki)?")
+_STATE = "(?:ends|branches|chunks|every:([1-9][0-9]{0,11}))"
+_STATES = re.compile(f"none|{_STATE}(?:,{_STATE})*")
 
-_Limit = tuple[str, Callable[[Any], bool]]  # in words, and whether a value keeps it
-
-
-def _one_of(*known: str) -> _Limit:
-    return f"one of {', '.join(known)}", lambda value: value in known
+_Limit = tuple[str, Callable[[Any], object]]  # in words, and whether a value keeps it
 
 
 def _at_least(least: int) -> _Limit:
@@ -59,16 +64,11 @@ _SHARE: _Limit = "above 0 and at most 1", lambda value: 0 < value <= 1
 _FINITE: _Limit = "at least 0 and finite", lambda value: 0 <= value < inf
 # What the values of `Policies` have to keep, beside their types.
 _LIMITS: dict[str, _Limit] = {
-    "write_policy": _one_of(*(policy.value for policy in WritePolicy)),
-    "selective_uses": _at_least(1),
-    "prefetch_policy": _one_of(*_PATIENCE, "timeout"),
-    "prefetch_base_s": _at_least(0),
-    "prefetch_per_ki_token_s": _FINITE,  # a wait needs an end
+    "write_policy": ("through, through:N (after N uses) or back", _WRITE.fullmatch),
+    "storage_wait": ("none, all, or seconds with seconds per 1,024 tokens, such as 2s+0.25s/Ki", _WAIT.fullmatch),
     "storage_deadline_s": ("above 0 and finite", lambda value: 0 < value < inf),
-    "snapshot_every": _at_least(0),
-    "snapshot_gap": _at_least(0),
+    "keep_states": ("none, or a list such as ends,branches,chunks,every:4096 (in tokens)", _STATES.fullmatch),
     "states": _at_least(0),
-    "eviction": _one_of(*ORDERS),
     "load_at_least": _at_least(0),
     "fetch_at_least": _at_least(0),
     "salt_share": _SHARE,
@@ -81,22 +81,19 @@ _LIMITS: dict[str, _Limit] = {
 @dataclass(frozen=True)
 class Snapshots:
     """Which windows and states are worth keeping: they are large, and most are never read again. Keep them where a
-    prompt ends (`ends`), where it branches off a known prompt (`branches`), and at every multiple of `every` tokens (0:
-    where they take little). None is admitted that would save fewer than `gap` tokens over the one before it."""
+    prompt ends (`ends`), where it branches off a known prompt (`branches`), at the end of each chunk while there is
+    room (`chunks`), and at every multiple of `every` tokens (0: where they take little)."""
 
     ends: bool = True
     branches: bool = True
+    chunks: bool = True
     every: int = 0
-    gap: int = 0
 
-    def boundaries(
-        self, pages: int, limit: int, branch: int, kept: int, page_tokens: int, grid: int, step: int = 0
-    ) -> int:
-        """The set of boundaries to keep, on the prefill grid.
+    def boundaries(self, pages: int, limit: int, branch: int, page_tokens: int, grid: int, step: int = 0) -> int:
+        """The set of boundaries to keep, on the prefill grid; those of chunks depend on the room there is.
 
         For a prompt of `pages` full pages that can be resumed at most at `limit` when it comes again, that branches off
-        known prompts after `branch` pages (0: nowhere), and whose boundaries `kept` have their windows and states.
-        `step`: pages after which they take little (0: nowhere).
+        known prompts after `branch` pages (0: nowhere). `step`: pages after which they take little (0: nowhere).
         """
         marks: list[int] = []
         if self.ends:
@@ -110,48 +107,28 @@ class Snapshots:
         wanted = 0
         for mark in marks:
             wanted |= 1 << mark // grid * grid
-        wanted &= ~1
-        return self._admitted(wanted, kept, page_tokens) if self.gap else wanted
-
-    def _admitted(self, wanted: int, kept: int, page_tokens: int) -> int:
-        """The wanted boundaries that are kept already, or far enough from the one before them."""
-        admitted, last = 0, 0
-        for boundary in members(wanted | kept):
-            if kept >> boundary & 1 or (boundary - last) * page_tokens >= self.gap:
-                admitted |= 1 << boundary
-                last = boundary
-        return admitted & wanted
+        return wanted & ~1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
     """An operator's choices for a cache, for all ranks the same. ConfigError for values that cannot work."""
 
-    write_policy: str = "write_through"
-    """when pages are backed up: write_through, write_through_selective or write_back"""
-    selective_uses: int = 2
-    """uses after which write_through_selective writes"""
-    prefetch_policy: str = "timeout"
-    """how to wait for storage: best_effort, timeout or wait_complete"""
-    prefetch_base_s: float = 2.0
-    """seconds to wait for storage"""
-    prefetch_per_ki_token_s: float = 0.25
-    """and per 1,024 tokens"""
+    write_policy: Write = "through"
+    """when pages are copied to the next tier: at their first use (through), at their Nth (through:N), or when they are
+    evicted (back)"""
+    storage_wait: Wait = "2s+0.25s/Ki"
+    """how long a request waits for its pages in storage: none, all, or seconds and seconds more per 1,024 tokens that
+    are not in memory"""
     storage_deadline_s: float = 30.0
     """seconds after which a call to storage counts as hanging"""
-    snapshot_ends: bool = True
-    """keep windows and states where a prompt ends"""
-    snapshot_branches: bool = True
-    """keep windows and states where a prompt branches off a known one"""
-    snapshot_every: int = 0
-    """also keep windows and states every N tokens; 0: so far apart that they take little memory"""
-    snapshot_chunks: bool = True
-    """also keep windows and states at the end of each chunk, on the device alone, while a quarter of it is unused"""
-    snapshot_gap: int = 0
-    """the fewest tokens that a kept window or state has to save"""
+    keep_states: States = "ends,branches,chunks"
+    """where to keep windows and states, with commas between: where prompts end (ends), where they branch off a known
+    one (branches), at the end of each chunk on the device while a quarter of it is unused (chunks), and every N tokens
+    (every:N; else so far apart that they take little memory); or none"""
     states: int = 0
     """the most windows or states of each kind that a memory tier keeps; 0: as the traffic asks"""
-    eviction: str = "lru"
+    eviction: Order = "lru"
     """eviction order: lru, lfu, s3fifo or priority"""
     load_at_least: int = 0
     """the fewest tokens that a copy from the host to the device has to save"""
@@ -171,19 +148,29 @@ class Policies:
     def __post_init__(self) -> None:
         require_types(self)
         for name, (condition, holds) in _LIMITS.items():
-            require(holds(value := getattr(self, name)), name, condition, value)
+            require(bool(holds(value := getattr(self, name))), name, condition, value)
 
     @cached_property
     def write(self) -> WritePolicy:
-        return WritePolicy(self.write_policy)
+        kind, after, _ = self.write_policy.partition(":")
+        return WritePolicy(kind + (":N" if after else ""))
+
+    @cached_property
+    def selective_uses(self) -> int:
+        """The uses after which a selective policy writes; 1 where it is none."""
+        return int(self.write_policy.partition(":")[2] or 1)
 
     @cached_property
     def snapshots(self) -> Snapshots:
         """Which windows and states are worth keeping."""
-        return Snapshots(self.snapshot_ends, self.snapshot_branches, self.snapshot_every, self.snapshot_gap)
+        named = self.keep_states.split(",")
+        every = max((int(name[6:]) for name in named if name.startswith("every:")), default=0)
+        return Snapshots("ends" in named, "branches" in named, "chunks" in named, every)
 
     def patience(self) -> Patience:
         """How long a request waits for storage: at most the storage deadline for each copy."""
-        timed = Patience(self.prefetch_base_s, self.prefetch_per_ki_token_s)
-        asked = _PATIENCE.get(self.prefetch_policy, timed)
+        timed = _WAIT.fullmatch(self.storage_wait)
+        assert timed is not None, "checked when it was made"
+        base_s, per_ki_token_s = map(float, timed.groups("0"))
+        asked = _PATIENCE.get(self.storage_wait, Patience(base_s, per_ki_token_s))
         return replace(asked, base_s=min(asked.base_s, self.storage_deadline_s))

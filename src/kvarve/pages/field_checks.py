@@ -2,9 +2,10 @@
 
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvarve.errors import ConfigError
 from kvarve.pages.sizes import parse_size
@@ -47,6 +48,9 @@ def require_types(made: Any) -> None:
     for name, hint, told in _declared(of):
         value = getattr(made, name)
         kind = hint.__name__ if isinstance(hint, type) else hint
+        if get_origin(hint) is Literal:
+            require(value in (known := get_args(hint)), name, f"one of {', '.join(known)}", value)
+            continue
         # What is not to be shown may be a secret.
         require(_fits(value, hint), name, f"of type {kind}", value if told else type(value))
 
@@ -54,8 +58,15 @@ def require_types(made: Any) -> None:
 @cache
 def _declared(kind: Any) -> list[tuple[str, Any, bool]]:
     hints = get_type_hints(kind)
-    found = [(field.name, hints[field.name], field.repr) for field in fields(kind)]
+    found = [(field.name, _wide(hints[field.name]), field.repr) for field in fields(kind)]
     return [each for each in found if each[1] is not SizeField]  # which has checked what it was set to
+
+
+def _wide(hint: Any) -> Any:
+    """A type without the choices that are only examples of it: Literal["a"] | str is str."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    return reduce(or_, (each for each in get_args(hint) if get_origin(each) is not Literal))
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -14,7 +14,7 @@ from kvarve.reference.server.serve_settings import Settings
 from kvarve.settings.options import FLAT, needs
 
 # Of `Policies`: where no copy takes time, no request waits for one; and no byte can be wrong.
-WAITING = ("prefetch_policy", "prefetch_base_s", "prefetch_per_ki_token_s", "storage_deadline_s")
+WAITING = ("storage_wait", "storage_deadline_s")
 MEANINGLESS = (*WAITING, "verify_host", "hash_sample")
 SIZES = ("kv_bytes_per_token", "state_bytes", "window_tokens", "window_bytes_per_token")  # that a model says
 SERVED = Settings()

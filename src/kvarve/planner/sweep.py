@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
+from typing import get_args
 
-from kvarve.core.slots.orders import ORDERS
+from kvarve.core.policies import Order
 from kvarve.errors import ConfigError
 from kvarve.pages.pools import Tier
 from kvarve.pages.sizes import Size, format_size
@@ -25,7 +26,7 @@ from kvarve.records.record import record_bytes
 NEVER = 1 << 62
 PAYS = 0.01  # of prompt tokens: more memory that hits less than that does not pay
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of what all pages of a trace take
-COMPARED = tuple(name for name in ORDERS if name != "priority")  # traces know no priorities: it would be LRU
+COMPARED = tuple(name for name in get_args(Order) if name != "priority")  # traces know no priorities: it would be LRU
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,10 @@ class Remote:
 class Attach(Remote):
     back_up: bool = False
     """store what the server has in memory already"""
-    prefetch_policy: str | None = None
-    """from then on; as it is unless given"""
-    write_policy: str | None = None
-    """from then on; as it is unless given"""
+    write_policy: Literal["through", "through:2", "back"] | str | None = None
+    """change the server's --write-policy too"""
+    storage_wait: Literal["none", "2s+0.25s/Ki", "all"] | str | None = None
+    """change the server's --storage-wait too"""
 
 
 @FLAT

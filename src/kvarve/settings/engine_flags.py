@@ -58,12 +58,12 @@ FLAGS: Mapping[str, Flag] = {
     "--enable-hierarchical-cache": _always("there are host pages unless --host-memory is 0"),
     RATIO: Flag("of --device-memory", "--host-memory"),
     "--hicache-size": _in("GB", "--host-memory"),
-    "--hicache-write-policy": _same("--write-policy"),
+    "--hicache-write-policy": Flag("", "--write-policy", lambda value: str(our_write(value))),
     "--hicache-io-backend": _nothing("copies run on streams of their own, through pinned memory"),
     "--hicache-mem-layout": _nothing("a page lies in host memory as it lies in storage, all layers together"),
     BACKEND: Flag("a URL, or file, mooncake or hf3fs", "--storage"),
     EXTRA: Flag("what else its URL says, as JSON or @FILE", "--storage"),
-    "--hicache-storage-prefetch-policy": _same("--prefetch-policy"),
+    "--hicache-storage-prefetch-policy": Flag("", "--storage-wait", lambda value: str(our_wait(value))),
     "--radix-eviction-policy": _same("--eviction"),
     "--enable-cache-report": _always("every answer's usage says how many tokens were cached, and where"),
     "--disable-radix-cache": _no_switch(_ITS_CACHE),
@@ -197,6 +197,36 @@ def _device_bytes(ours: list[str], default: int) -> int:
     return default
 
 
+# --- policies
+
+_WRITES = {"write_through": "through", "write_through_selective": "through:2", "write_back": "back"}
+_WAITS = {"best_effort": "none", "timeout": "2s+0.25s/Ki", "wait_complete": "all"}
+
+
+def our_write(theirs: str | None) -> str | None:
+    """The write policy that SGLang has this name for. ConfigError if it has none."""
+    return _known(_WRITES, "hicache_write_policy", theirs)
+
+
+def our_wait(theirs: str | None) -> str | None:
+    return _known(_WAITS, "hicache_storage_prefetch_policy", theirs)
+
+
+def _known(policies: Mapping[str, str], name: str, theirs: str | None) -> str | None:
+    if theirs is not None and theirs not in policies:
+        raise ConfigError(f"{name} must be one of {', '.join(policies)}, got {theirs[:40]!r}")
+    return theirs and policies[theirs]
+
+
+def their_write(ours: str) -> str:
+    """SGLang's name of a write policy."""
+    return next((name for name, policy in _WRITES.items() if policy == ours), "write_through_selective")
+
+
+def their_wait(ours: str) -> str:
+    return next((name for name, policy in _WAITS.items() if policy == ours), "timeout")
+
+
 # --- storages
 
 # By SGLang's name of a backend: the parameter of its URL for each key of the extra config.
@@ -211,8 +241,8 @@ _FOLDER = {"path": "", "file_path_prefix": "", "capacity": "capacity"}
 # Keys of the extra config that concern SGLang's own prefetching: flags of ours say it.
 _PREFETCH = {
     "prefetch_threshold": "--fetch-at-least",
-    "prefetch_timeout_base": "--prefetch-base-s",
-    "prefetch_timeout_per_ki_token": "--prefetch-per-ki-token-s",
+    "prefetch_timeout_base": "--storage-wait",
+    "prefetch_timeout_per_ki_token": "--storage-wait",
 }
 _EXAMPLE = """'{"path": "/var/kvarve", "capacity": "100GiB"}'"""
 

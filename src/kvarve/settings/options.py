@@ -103,9 +103,10 @@ def _complaint(error: CycloptsError) -> str:
         return f"{name}: {hyphen}" if error.keyword else f"{name} is required"
     if isinstance(error, CoercionError) and error.token is not None:
         known = get_args(error.target_type) if get_origin(error.target_type) is Literal else ()
-        wrong = f"one of {', '.join(known)}" if known else "one value"
         name = _origin(error.token) or (error.argument.name if error.argument else "")
-        return f"{name}: {error.msg or f'expected {wrong}'}"
+        if known:
+            return f"{name} must be one of {', '.join(known)}, got {error.token.value[:40]!r}"
+        return f"{name}: {error.msg or 'expected one value'}"
     if isinstance(error, ValidationError) and error.argument is not None:
         return f"{_origin(error.argument.tokens[0])}: {error.exception_message.rstrip('.')}"
     return str(error)

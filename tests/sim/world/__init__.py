@@ -5,13 +5,25 @@ from a seed, `play` replays one, `shrink` minimizes a failing one. `python -m te
 """
 
 from tests.sim.world.life import Life, born, live, play
-from tests.sim.world.scenes import ATTENTION, INDEX, PAGE_TOKENS, PATIENCES, STATE, WINDOW, config, fork, prompt
+from tests.sim.world.scenes import (
+    ATTENTION,
+    EVERY_PAGE,
+    INDEX,
+    PAGE_TOKENS,
+    PATIENCES,
+    STATE,
+    WINDOW,
+    config,
+    fork,
+    prompt,
+)
 from tests.sim.world.shrink import Trouble, attempt, shrink
 from tests.sim.world.views import dump, runs
 from tests.sim.world.world import World
 
 __all__ = [
     "ATTENTION",
+    "EVERY_PAGE",
     "INDEX",
     "PAGE_TOKENS",
     "PATIENCES",

@@ -11,13 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from kvarve.core.core_config import CoreConfig, Slots
-from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, Policies, WritePolicy
+from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, Policies
 from kvarve.core.slots.extents import Cut
 from kvarve.core.slots.orders import ORDERS
 from kvarve.pages.keys import pack
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
 
 PAGE_TOKENS = 2
+EVERY_PAGE = f"ends,branches,every:{PAGE_TOKENS}"  # where windows and states are kept
 COPY_BYTES = (  # a page has 64
     {"store_bytes": 0, "backup_bytes": 0},
     {"store_bytes": 200, "backup_bytes": 200},
@@ -46,7 +47,7 @@ def config(
     share, how many extents they have, of each pool the slots in one and its least, perhaps its most. `rest` names
     policies too."""
     policies = {each.name: rest.pop(each.name) for each in fields(Policies) if each.name in rest}
-    policies.setdefault("snapshot_chunks", False)
+    policies.setdefault("keep_states", "ends,branches")
     slots: Slots = {}
     if device is not None:
         slots[Tier.DEVICE] = (device,) * len(pools) if isinstance(device, int) else tuple(device)
@@ -112,14 +113,9 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         "cut": {tier: _cut(dice, names) for tier in ("device", "host") if dice.random() < 0.4},
         "grid": dice.choice([1, 1, 2, 3]),
         "storage": dice.random() < 0.85,
-        "write_policy": dice.choice([*WritePolicy]).value,
-        "selective_uses": dice.randint(1, 3),
+        "write_policy": dice.choice(["through", "through:{}", "back"]).format(dice.randint(1, 3)),
         "eviction": dice.choice([*ORDERS]),
-        "snapshot_ends": dice.random() < 0.9,
-        "snapshot_branches": dice.random() < 0.8,
-        "snapshot_every": dice.choice([0, 0, 4, 6]),
-        "snapshot_chunks": dice.random() < 0.5,
-        "snapshot_gap": dice.choice([0, 0, 3, 8]),
+        "keep_states": _states(dice),
         "load_at_least": dice.choice([0, 0, 3, 9]),
         "fetch_at_least": dice.choice([0, 0, 3, 9]),
         "load_deadline_s": dice.choice([1.0, 4.0, 30.0]),
@@ -133,6 +129,14 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         **dice.choice(COPY_BYTES),
         **_steps(random.Random(dice.getstate()[1][0])),  # dice of its own: a seed's life is the one that it was
     }
+
+
+def _states(dice: random.Random) -> str:
+    kept = [name for name, share in (("ends", 0.9), ("branches", 0.8)) if dice.random() < share]
+    kept += dice.choice([[], [], ["every:4"], ["every:6"]])
+    kept += ["chunks"] if dice.random() < 0.5 else []
+    dice.choice(range(4))  # a seed's life is the one that it was
+    return ",".join(kept) or "none"
 
 
 def _steps(dice: random.Random) -> dict[str, Any]:

@@ -200,9 +200,9 @@ class Growth:
         if left is not None and left.followed and branch + left.pages < len(lease.tokens) // self._paths.width:
             branch += left.pages  # where another prompt ended, this one may only have grown
         ends = 1 << boundary if lease.reads else 0
-        if policies.snapshot_ends:
+        if policies.snapshots.ends:
             ends |= 1 << lease.pages - lease.pages % grid | 1 << lease.limit - lease.limit % grid
-        if policies.snapshot_branches:
+        if policies.snapshots.branches:
             ends |= 1 << branch - branch % grid
         if step := self._step(lease):
             ends |= boundaries.of(range(step, lease.pages + 1, step))
@@ -225,12 +225,9 @@ class Growth:
 
     def _has_room_at(self, lease: Lease, boundary: int) -> bool:
         """Whether windows and states are kept at the end of a chunk for no other reason than that there is room."""
-        policies, kept = self._policies, lease.snapshots | lease.passing
-        if not policies.snapshot_chunks or boundary % self._grid or kept >> boundary & 1:
-            return False
-        kept &= ones(boundary)
-        saved = (boundary - max(lease.boundary, kept.bit_length() - 1)) * self._page_tokens
-        return saved >= policies.snapshot_gap and self._evictions.has_room(lease.root)
+        wanted = self._policies.snapshots.chunks and boundary % self._grid == 0
+        kept = (lease.snapshots | lease.passing) >> boundary & 1
+        return wanted and not kept and self._evictions.has_room(lease.root)
 
     def _worth_keeping(self, lease: Lease, pool: int, start: int, stop: int) -> int:
         """The positions in [start, stop) of a pool that some kept boundary needs."""
@@ -244,14 +241,9 @@ class Growth:
 
     def _snapshots(self, lease: Lease, limit: int) -> int:
         """The boundaries at which a prompt's windows and states are kept."""
-        snapshots, kept = self._policies.snapshots, 0
-        if snapshots.gap:
-            backs = [self._lookbacks[pool] for pool in self._short]
-            kept = boundaries.resume_at([lease.seen[pool] for pool in self._short], backs, limit, self._grid) & ~1
-        return snapshots.boundaries(
-            lease.pages, limit, lease.branch, kept, self._page_tokens, self._grid, self._step(lease)
-        )
+        shape = self._page_tokens, self._grid, self._step(lease)
+        return self._policies.snapshots.boundaries(lease.pages, limit, lease.branch, *shape)
 
     def _step(self, lease: Lease) -> int:
         """The pages after which a prompt keeps windows and states because they take little (see `SlotPools.step`)."""
-        return 0 if self._policies.snapshot_every else self._paths.slot_pools.step(lease.pages)
+        return 0 if self._policies.snapshots.every else self._paths.slot_pools.step(lease.pages)

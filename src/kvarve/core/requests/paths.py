@@ -193,7 +193,7 @@ class Paths:
         """Note that prompts ended, or requests resumed, at these boundaries, as far as the tree knows the pages."""
         for each, share in upward(run, ends >> 1 & ones(known)):
             each.ends |= share
-        if len(self.slot_pools.chains) == len(self.pools) or not self._context.config.policies.snapshot_chunks:
+        if len(self.slot_pools.chains) == len(self.pools) or not self._context.config.policies.snapshots.chunks:
             return
         for each, _ in upward(run, read_before(ends, self.reach) & ones(known)):
             for pool, lookback in enumerate(self.lookbacks) if any(each.passing) else ():

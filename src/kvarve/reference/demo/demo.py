@@ -112,7 +112,7 @@ def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
     storage = options.storage or f"file://{(folder / 'storage').resolve()}?capacity=8GiB"
     words = ["--model", options.model, "--port", str(options.port), "--tp", str(options.tp)]
     words += ["--device-memory", str((1 << 30) // options.tp), "--host-memory", str((2 << 30) // options.tp)]
-    words += ["--storage", storage, "--prefetch-policy", "wait_complete"]
+    words += ["--storage", storage, "--storage-wait", "all"]
     with served(words, folder, log) as url:
         client = Client(url)
         try:

@@ -169,7 +169,7 @@ def main(options: Demo) -> int:
             "max_num_batched_tokens": STEP_TOKENS,
         }
         url = options.storage or f"file://{(folder / 'storage').resolve()}?capacity=1GiB"
-        kvarve: dict[str, Any] = {"host_memory": "256MiB", "storage": url, "prefetch_policy": "wait_complete"}
+        kvarve: dict[str, Any] = {"host_memory": "256MiB", "storage": url, "storage_wait": "all"}
         with bars(console, rounds, requests) as shown:
 
             def engine(settings: dict[str, Any] | None) -> EngineProcess:

@@ -304,7 +304,7 @@ class Engine(Turns):
                 if isinstance(order, Detach):
                     self.admin.detach()
                 else:
-                    self.admin.attach(order.urls, prefetch=order.prefetch, write=order.write, back_up=order.back_up)
+                    self.admin.attach(order.urls, wait=order.wait, write=order.write, back_up=order.back_up)
             except KvarveError as e:
                 log.warning("rank %d: the storage is not changed: %s", self.cache.rank, e)
 

@@ -71,7 +71,7 @@ class Attach:
     """Each rank opens its storage and proposes it (see `Admin.attach`)."""
 
     urls: tuple[str, ...]
-    prefetch: str | None
+    wait: str | None
     write: str | None
     back_up: bool
 

@@ -49,7 +49,7 @@ def admin_routes(
 
             def change() -> Json:
                 return admin.attach(
-                    given.url, prefetch=given.prefetch_policy, write=given.write_policy, back_up=bool(given.back_up)
+                    given.url, wait=given.storage_wait, write=given.write_policy, back_up=bool(given.back_up)
                 )
 
             return await apart(change)

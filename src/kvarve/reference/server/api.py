@@ -20,7 +20,7 @@ from kvarve.reference.engine.requests import BOUNDS, MOST_LOGPROBS, Sampling
 from kvarve.reference.server import fields
 from kvarve.reference.server.fields import Neutral
 from kvarve.reference.server.forms import TRANSFER, Form, OpenAIForm
-from kvarve.settings.engine_flags import storage_url
+from kvarve.settings.engine_flags import our_wait, our_write, storage_url
 
 MOST_ANSWERS = 16  # to one prompt
 MOST_PROMPTS = 256  # in one request
@@ -463,7 +463,7 @@ class AttachRequest(Body):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     url: str | Annotated[list[str], Field(fail_fast=True)]  # several are tiers
-    prefetch_policy: str | None = None
+    storage_wait: str | None = None
     write_policy: str | None = None
     back_up: bool | None = None
 
@@ -484,8 +484,8 @@ class AttachHiCache(Body):
     def storage(self) -> AttachRequest:
         return AttachRequest(
             url=storage_url(self.hicache_storage_backend, self.hicache_storage_backend_extra_config_json),
-            prefetch_policy=self.hicache_storage_prefetch_policy,
-            write_policy=self.hicache_write_policy,
+            storage_wait=our_wait(self.hicache_storage_prefetch_policy),
+            write_policy=our_write(self.hicache_write_policy),
         )
 
 

@@ -22,6 +22,7 @@ from kvarve.reference.server.api import MOST_VALUES, Body, Message, Refused, par
 from kvarve.reference.server.generate import GenerateRequest
 from kvarve.reference.server.openapi import Generated, Json, Ok, reads, streams
 from kvarve.reference.server.prepare import RequestPreparer
+from kvarve.settings.engine_flags import their_wait, their_write
 from kvarve.storage.urls import shown
 
 HEALTH_S = 20.0  # as SGLang
@@ -99,7 +100,7 @@ def state(engine: Engine, name: str) -> dict[str, Any]:
         "max_total_num_tokens": cache.scheduler.capacity_tokens(),
         "radix_eviction_policy": policies.eviction,
         "enable_hierarchical_cache": bool(cache.worker.config.host_memory),
-        "hicache_write_policy": policies.write_policy,
+        "hicache_write_policy": their_write(policies.write_policy),
         **storage_state(engine),
         "internal_states": [{"num_running_reqs": running, "num_waiting_reqs": waiting}],
         "version": __version__,
@@ -114,8 +115,8 @@ def storage_state(engine: Engine) -> dict[str, Any]:
     return {
         "hicache_storage_backend": ", then ".join(urls) or None,
         "hicache_storage_backend_extra_config": None,
-        "hicache_storage_prefetch_policy": policies.prefetch_policy,
-        "hicache_write_policy": policies.write_policy,
+        "hicache_storage_prefetch_policy": their_wait(policies.storage_wait),
+        "hicache_write_policy": their_write(policies.write_policy),
     }
 
 

@@ -243,11 +243,10 @@ def in_storage(target: _Target, store: AlteredStorage) -> None:
 def damages(prover: Prover) -> None:
     """All damages, on two caches: one that checks its host memory, and one that does not."""
     with prover.path("damage", "pages damaged on purpose, see below"):
-        with prover.store() as store, prover.engine(store, snapshot_every=prover.plan.chunk) as engine:
+        with prover.store() as store, prover.engine(store, keep_states=prover.at_chunks) as engine:
             target = _Target(prover, engine)
             on_the_device(target)
             in_the_host_checked(target)
             in_storage(target, store)
-        chunk = prover.plan.chunk
-        with prover.store() as store, prover.engine(store, snapshot_every=chunk, verify_host=False) as engine:
+        with prover.store() as store, prover.engine(store, keep_states=prover.at_chunks, verify_host=False) as engine:
             in_the_host_unchecked(_Target(prover, engine))

@@ -83,7 +83,7 @@ def mixed(prover: Prover) -> None:
     plan, chunk, whole = prover.plan, prover.plan.chunk, prover.plan.whole
     prompt = plan.prompt(whole + 1)
     says = "one prompt from device, host and storage together"
-    with prover.proof("mixed", says, snapshot_every=chunk) as (row, engine, _):
+    with prover.proof("mixed", says, keep_states=prover.at_chunks) as (row, engine, _):
         prover.check(prover.run(engine, prompt, "mixed"), 0)
         engine.empty()
         if plan.chunks > 2:
@@ -102,7 +102,7 @@ def partial(prover: Prover) -> None:
     prompt = plan.prompt(plan.whole + 1)
     pages, grid, limit = len(prompt) // plan.page, plan.chunk // plan.page, (len(prompt) - 1) // plan.page
     says = "storage has, or delivers, only some pages"
-    with prover.proof("partial", says, snapshot_every=plan.chunk) as (row, engine, store):
+    with prover.proof("partial", says, keep_states=prover.at_chunks) as (row, engine, store):
         prover.check(prover.run(engine, prompt, "partial"), 0)
         engine.written()
         keys = prover.prompt(engine, prompt, "partial")
@@ -203,8 +203,8 @@ def eviction(prover: Prover) -> None:
     count = 4 if plan.quick and plan.chunks > 1 else 8
     with prover.path("eviction", "tiers too small for the conversations, by each write policy") as row:
         one = plan.longest + plan.decode  # the engine needs device memory for a whole request
-        for policy, device, host in (("write_through", one, 2 * plan.whole), ("write_back", one, chunk)):
-            stored = policy == "write_through"
+        for policy, device, host in (("through", one, 2 * plan.whole), ("back", one, chunk)):
+            stored = policy == "through"
             with (
                 prover.store() if stored else nullcontext() as store,
                 prover.engine(store, device, host, write_policy=policy) as engine,
@@ -231,7 +231,7 @@ def abort(prover: Prover) -> None:
     plan, chunk = prover.plan, prover.plan.chunk
     prompt = plan.prompt(plan.whole + 1)
     says = "aborted in the middle, then asked again"
-    with prover.proof("abort", says, snapshot_every=chunk) as (_, engine, _):
+    with prover.proof("abort", says, keep_states=prover.at_chunks) as (_, engine, _):
         for done in range(1, plan.chunks + 1):
             left = prover.run(engine, prompt, f"abort {done}", leaves=done * chunk)
             prover.check(left, 0, None, f"aborted after {done} chunks")

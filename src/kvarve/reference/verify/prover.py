@@ -68,6 +68,7 @@ class Prover:
         self.report, self.tick, self._ranks = report, tick, ranks
         self.rank, self.ranks = (0, 1) if ranks is None else (ranks.rank, ranks.ranks)
         self.uncached = Uncached(model, plan.decode)
+        self.at_chunks = f"ends,branches,chunks,every:{plan.chunk}"
         self.notes = Notes()
         self.written: set[str] = set()
         self.row = Path("", "")
@@ -109,7 +110,7 @@ class Prover:
             room_for(host or most, *shape, records=True, per_snapshot=chunk),
             policies=Policies(
                 storage_deadline_s=STORAGE_S,
-                **{"prefetch_policy": "wait_complete"} | settings,  # type: ignore[arg-type]
+                **{"storage_wait": "all"} | settings,  # type: ignore[arg-type]
             ),
         )
 
