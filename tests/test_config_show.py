@@ -49,6 +49,13 @@ def test_each_setting_says_where_it_comes_from(tmp_path: Path, monkeypatch: pyte
     assert "json" not in found and "config" not in found
 
 
+def test_a_person_reads_sizes_in_units_and_what_was_changed_alone(capsys: Out) -> None:
+    assert main(["config", "show", "--changed", "--device-memory", "1500000000", "--hicache-ratio", "2"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert lines == [["--device-memory", "1.4GiB", "flag"], ["--host-memory", "2.8GiB", "flag"]]
+    assert shown(capsys, "--changed", "--port", 9) == {"port": {"value": 9, "from": "flag"}}
+
+
 def test_no_key_and_no_password_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setenv("KVARVE_ADMIN_KEY", "hush-1")
     words = ["--api-key", "hush-2", "--storage", "redis://me:hush-3@there:6379"]

@@ -3,11 +3,13 @@
 import ast
 import inspect
 import os
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from kvarve import errors
 from kvarve.cli import main
@@ -17,7 +19,7 @@ from kvarve.core import core_config as core_settings
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.planner import SimulationConfig
-from kvarve.reference.server.serve_settings import Settings
+from kvarve.reference.server.serve_settings import GROUPS, Settings
 from kvarve.settings import commands
 from kvarve.settings.options import FILE_BYTES, ConfigFile, call, needs, root_app
 
@@ -112,8 +114,26 @@ def test_every_setting_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> No
                 assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), ast.unparse(field)
     call(app, ["serve", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for said in ("port to listen on, 0 for any free one", "eviction order: lru, lfu", "[default: 256MiB]"):
+    for said in ("Port to listen on; 0 takes any free one", "[choices: lru, lfu", "[default: 256MiB]"):
         assert said in shown
+
+
+def commands_of(tool: App) -> Iterator[App]:
+    yield tool
+    for name in tool:
+        if not name.startswith("-"):
+            yield from commands_of(tool[name])
+
+
+def test_each_command_shows_an_example_and_each_option_of_the_server_stands_in_one_group() -> None:
+    commands = [*commands_of(real)]
+    assert len(commands) > 20
+    for command in commands:
+        assert "example" in (command.help_epilogue or ""), command.name
+    named = " ".join(GROUPS.values()).split()
+    options = {each.names[0][2:] for each in real["serve"].assemble_argument_collection() if each.names[0][:2] == "--"}
+    assert len(named) == len(set(named)) <= 57
+    assert {*named} == options, "neither more nor less"
 
 
 @pytest.mark.parametrize(

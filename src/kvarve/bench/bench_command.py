@@ -1,4 +1,4 @@
-"""`kvarve bench`: its subcommands, and what each may be told. What they do is imported only then."""
+"""`kvarve bench`: its subcommands and their options. Their work is imported only then."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,20 +8,16 @@ from cyclopts import App, Parameter
 from cyclopts.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from kvarve.settings.commands import AdminKey
-from kvarve.settings.options import FLAT, ConfigFile, JsonFile, needs
+from kvarve.settings.options import FLAT, ConfigFile, JsonFile, example, needs
 
 ApiKey = Annotated[str | None, Parameter(env_var="KVARVE_API_KEY", show_env_var=True)]
 
-EPILOGUE = """\
-example:
-  kvarve bench multiturn --clients 16 --turns 5 --json -
-  kvarve bench serving --server http://127.0.0.1:8000 --rate 4 --input sharegpt.json
-"""
+EPILOGUE = example("kvarve bench multiturn --clients 16 --turns 5 --json -")
 
 bench = App(
     "bench",
-    help="Measure a server, of any make: it is sent the same requests in rounds, around a flush. "
-    "kvarve serve is started for it unless --server is given. docs/benchmarking.md explains the figures.",
+    help="Measure a server of any engine: send it the same requests in rounds, around a flush. "
+    "Without --server, kvarve serve is started for it. docs/benchmarking.md explains the figures.",
     help_epilogue=EPILOGUE,
 )
 
@@ -29,126 +25,126 @@ bench = App(
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Which server is measured, and where results go."""
+    """Options of all: the server to measure, and places for results."""
 
     server: str | None = None
-    """the URL of one that runs, of any make; `kvarve serve` is started unless given"""
+    """URL of a running server of any engine [default: kvarve serve is started]"""
     model: str | None = None
-    """builtin:... or a folder, for the server that is started (builtin:tiny-hybrid unless given); of a server that
-    runs, the name to ask for (its first one unless given)"""
+    """Model of the server that is started: builtin:... or a folder [default: builtin:tiny-hybrid]. For --server, the
+    name to ask for [default: its first one]"""
     serve: str | None = None
-    """more options for the server that is started, in quotes: --serve="--threads 2" """
+    """More options for the server that is started, in quotes: --serve="--threads 2" """
     api_key: ApiKey = None
-    """that the server wants; the environment says it unseen by `ps`"""
+    """Key of the server's API. Prefer $KVARVE_API_KEY: `ps` shows arguments"""
     admin_key: AdminKey = None
-    """for the flush, if the server has one"""
+    """Key for the flush, if the server has an admin key"""
     rounds: PositiveInt = 2
-    """how often the same requests are sent"""
+    """Rounds in which the same requests are sent"""
     flush: Literal["device,host", "device", "host", "none"] = "device,host"
-    """what is emptied between two rounds; a server of another make empties all"""
+    """Tiers to empty between two rounds; a server of another engine empties all"""
     seed: NonNegativeInt = 1
-    """of all that is drawn"""
+    """Seed of all that is drawn"""
     out: Path = Path("out")
-    """folder for the log of the server that is started, and meanwhile for its storage"""
+    """Folder for the log of the server that is started, and meanwhile for its storage"""
     json: JsonFile = None
-    """write the figures there; -: to standard output, and nothing else"""
+    """File for the figures as JSON; - writes them, and nothing else, to standard output"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Load(Target):
-    """How requests are sent."""
+    """Options of sending requests."""
 
     clients: PositiveInt = 16
-    """each sends its next request when its last one is answered"""
+    """Clients, each of which sends its next request when its last one is answered"""
     rate: PositiveFloat | None = None
-    """new conversations a second in place of --clients, at random times (Poisson), however long answers take"""
+    """New conversations a second, instead of --clients, at random times (Poisson), however long answers take"""
     warmup: NonNegativeInt = 2
-    """requests before the first round, which count nowhere"""
+    """Requests before the first round, which count nowhere"""
     output_tokens: PositiveInt = 32
-    """tokens of each answer; of a file's answers, the most"""
+    """Tokens of each answer; of a file's answers, at most"""
     png: Path | None = None
-    """draw the figures there"""
+    """Picture to draw of the figures"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Serving(Load):
     input: str = "random"
-    """random, or a file: ShareGPT's, or a trace (docs/planning.md), whose own times are used unless --rate is given"""
+    """Prompts: random, or a file of ShareGPT's, or a trace (docs/planning.md), whose own times count without --rate"""
     requests: PositiveInt = 64
-    """how many; of a file, the first ones"""
+    """Requests to send; of a file, the first ones"""
     input_tokens: PositiveInt = 1024
-    """tokens of each random prompt"""
+    """Tokens of each random prompt"""
     block_tokens: PositiveInt = 512
-    """of a trace: tokens that one id stands for"""
+    """Tokens that one id of a trace stands for"""
     speed: PositiveFloat = 1.0
-    """of a trace: how many times faster than it was recorded"""
+    """Speed of a trace, compared with its recording"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Multiturn(Load):
     input: str = "random"
-    """random, or a file of ShareGPT's"""
+    """Prompts: random, or a file of ShareGPT's"""
     conversations: PositiveInt | None = None
-    """how many; as many as --clients unless given"""
+    """Conversations to hold [default: --clients]"""
     turns: PositiveInt = 5
-    """of each conversation, at most"""
+    """Most turns of a conversation"""
     input_tokens: PositiveInt = 512
-    """tokens that each turn adds"""
+    """Tokens that each turn adds"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class SharedPrefix(Load):
     groups: PositiveInt = 8
-    """different prefixes"""
+    """Different prefixes"""
     prompts: PositiveInt = 8
-    """requests with each of them"""
+    """Requests with each prefix"""
     prefix_tokens: PositiveInt = 2048
-    """tokens of a prefix"""
+    """Tokens of a prefix"""
     input_tokens: PositiveInt = 128
-    """tokens that each request adds"""
+    """Tokens that each request adds"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class LongDocument(Load):
     documents: PositiveInt = 4
-    """how many"""
+    """Documents to ask about"""
     document_tokens: PositiveInt = 8192
-    """tokens of each"""
+    """Tokens of each document"""
     questions: PositiveInt = 4
-    """about each: all documents get their first one, then all their second"""
+    """Questions about each document: the first about all, then the second about all, and so on"""
     input_tokens: PositiveInt = 64
-    """tokens of a question"""
+    """Tokens of a question"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Target):
     input: tuple[Path, ...] = ()
-    """files of GSM8K's form (.jsonl) or MMLU's (.csv); a small set of kvarve's own unless given"""
+    """Files of GSM8K's form (.jsonl) or MMLU's (.csv) [default: a small set of kvarve's own]"""
     shots: NonNegativeInt | None = None
-    """examples before each question, the first ones of its file; 5 of GSM8K's and MMLU's unless given"""
+    """Examples before each question, the first ones of its file [default: 5 of GSM8K's and MMLU's]"""
     requests: PositiveInt | None = None
-    """questions of each file; all unless given"""
+    """Questions of each file [default: all]"""
     clients: PositiveInt = 8
-    """each sends its next question when its last one is answered"""
+    """Clients, each of which sends its next question when its last one is answered"""
     output_tokens: PositiveInt = 256
-    """tokens of an answer, at most"""
+    """Most tokens of an answer"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Hash(Target):
     clients: PositiveInt = 8
-    """conversations at once"""
+    """Conversations at once"""
     turns: PositiveInt = 3
-    """of each conversation"""
+    """Turns of each conversation"""
     input_tokens: PositiveInt = 512
-    """tokens that each turn adds"""
+    """Tokens that each turn adds"""
 
 
 def _load(kind: str, options: Load) -> int:
@@ -158,31 +154,31 @@ def _load(kind: str, options: Load) -> int:
     return run.load(kind, options, lambda: workloads.conversations(options))
 
 
-@bench.command
+@bench.command(help_epilogue=example("kvarve bench serving --rate 4 --input sharegpt.json"))
 def serving(*, options: Serving = Serving(), config: ConfigFile = None) -> int:
     """Send random prompts, ShareGPT's, or a trace's."""
     return _load("serving", options)
 
 
-@bench.command
+@bench.command(help_epilogue=example("kvarve bench multiturn --clients 16 --turns 5 --json -"))
 def multiturn(*, options: Multiturn = Multiturn(), config: ConfigFile = None) -> int:
     """Hold conversations: each turn's prompt has all turns before it."""
     return _load("multiturn", options)
 
 
-@bench.command(name="shared-prefix")
+@bench.command(name="shared-prefix", help_epilogue=example("kvarve bench shared-prefix --groups 4 --prompts 16"))
 def shared_prefix(*, options: SharedPrefix = SharedPrefix(), config: ConfigFile = None) -> int:
     """Send prompts of a few groups, each of which shares a long prefix."""
     return _load("shared-prefix", options)
 
 
-@bench.command(name="long-document")
+@bench.command(name="long-document", help_epilogue=example("kvarve bench long-document --documents 2 --questions 8"))
 def long_document(*, options: LongDocument = LongDocument(), config: ConfigFile = None) -> int:
     """Ask several questions about each of a few long documents."""
     return _load("long-document", options)
 
 
-@bench.command
+@bench.command(help_epilogue=example("kvarve bench accuracy --model /models/Qwen3-0.6B --input gsm8k.jsonl"))
 def accuracy(*, options: Accuracy = Accuracy(), config: ConfigFile = None) -> int:
     """Ask questions with known answers: those of GSM8K and MMLU, or kvarve's own."""
     with needs("server", "bench accuracy"):
@@ -191,7 +187,7 @@ def accuracy(*, options: Accuracy = Accuracy(), config: ConfigFile = None) -> in
     return questions.main(options)
 
 
-@bench.command(name="hash")
+@bench.command(name="hash", help_epilogue=example("kvarve bench hash --model /models/Qwen3-0.6B"))
 def hashes(*, options: Hash = Hash(), config: ConfigFile = None) -> int:
     """Compare the bytes of every page before and after each copy between tiers."""
     with needs("server", "bench hash"):

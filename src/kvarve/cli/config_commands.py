@@ -20,13 +20,20 @@ from kvarve.storage.urls import shown
 
 SECRET = ("api_key", "admin_key")
 SOURCES: dict[str, str] = {}  # of the settings that were read last, by name
-reads = reads_as("serve", ("json",), SOURCES)
+reads = reads_as("serve", ("changed", "json"), SOURCES)
 _VALUE, _SOURCE = 28, 20  # columns: with the longest name they are 78
 
 
-def show(*, settings: Settings = Settings(), json: JsonFile = None, config: ConfigFile = None) -> int:
-    """`json`: gets the values as they are, sizes in bytes."""
+Changed = Annotated[bool, Parameter(negative="", help="Show only the settings that are not the defaults")]
+Json = Annotated[JsonFile, Parameter(help="File for the values as JSON, sizes in bytes; - is standard output")]
+
+
+def show(
+    *, settings: Settings = Settings(), changed: Changed = False, json: Json = None, config: ConfigFile = None
+) -> int:
     out, values = Printer(json), _values(settings)
+    if changed:
+        values = {name: value for name, value in values.items() if SOURCES[name] != "default"}
     table = plain_table("setting", "value", "from")
     for column, width in zip(table.columns[1:], (_VALUE, _SOURCE), strict=True):
         column.no_wrap, column.overflow, column.max_width = False, "fold", width
@@ -68,8 +75,8 @@ def _json(value: Any) -> Any:
 
 # --- kvarve keys
 
-Name = Annotated[str, Parameter(name="NAME", help="of the key, in the log")]
-File = Annotated[Path, Parameter(name="FILE", help="that kvarve serve --api-keys reads")]
+Name = Annotated[str, Parameter(name="NAME", help="Name of the key, in the log")]
+File = Annotated[Path, Parameter(name="FILE", help="File of keys that kvarve serve --api-keys reads")]
 
 
 def new(name: Name, /, *, options: NewKey = NewKey()) -> None:

@@ -15,35 +15,30 @@ from kvarve import __version__
 from kvarve.bench.bench_command import bench
 from kvarve.errors import ConfigError, KvarveError, require_assertions
 from kvarve.reference.server.logs import begin_log
-from kvarve.reference.server.serve_settings import LEVELS, Settings
+from kvarve.reference.server.serve_settings import GROUPS, Settings
 from kvarve.settings.commands import Attach, Demo, Models, Remote, Verify
 from kvarve.settings.engine_flags import translated
-from kvarve.settings.options import ConfigFile, call, needs, root_app
+from kvarve.settings.options import ConfigFile, Help, call, example, needs, root_app
 
-_EXAMPLE = """\
-example:
-  kvarve serve --storage 'file:///var/kvarve?capacity=100GiB' --host-memory 4GiB
-  curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time"}'
-"""
+_SERVE = example(
+    "kvarve serve --storage 'file:///var/kvarve?capacity=100GiB' --host-memory 4GiB",
+    """curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The try statement"}'""",
+)
+_STORAGE = example(
+    "export KVARVE_ADMIN_KEY=...",
+    "kvarve storage attach 'file:///var/kvarve?capacity=100GiB' --back-up",
+    "kvarve storage stat /var/kvarve",
+)
+_CONFIG = example("kvarve config show --changed --config kvarve.toml --port 9000")
+_KEYS = example("kvarve keys new team-a --salt team-a --file keys.toml", "kvarve serve --api-keys keys.toml")
 
-_STORAGE = """\
-example:
-  export KVARVE_ADMIN_KEY=...
-  kvarve storage attach 'file:///var/kvarve?capacity=100GiB' --back-up
-  kvarve storage stat /var/kvarve
-"""
-
-_KEYS = """\
-example:
-  kvarve keys new team-a --salt team-a --file keys.toml
-  kvarve serve --api-keys keys.toml
-"""
-
+Shell = Annotated[Literal["bash", "zsh", "fish"], Parameter(name="SHELL", help="Shell to write for")]
 Urls = Annotated[
     tuple[str, ...],
     Parameter(
         name="URL",
-        help="such as file:///var/kvarve?capacity=100GiB, as the server sees it; several are tiers, the fast one first",
+        help="URL of a storage, as the server sees it, such as file:///var/kvarve?capacity=100GiB. Give several for "
+        "several tiers, the fast one first",
     ),
 ]
 
@@ -52,6 +47,7 @@ app = root_app(
     "A hierarchical prefix cache for hybrid language models. The options of a command that has --config are also read "
     "from the environment ($KVARVE_SERVE_HOST_MEMORY) and from the TOML file that --config names, in this order.",
     f"kvarve {__version__}",
+    help_epilogue=example("kvarve demo --quick", "kvarve serve --host-memory 4GiB"),
 )
 storage = App(
     "storage",
@@ -62,7 +58,9 @@ storage = App(
 
 
 config = App(
-    "config", help="Look at settings and where they come from: flags, the environment, the file of --config, defaults."
+    "config",
+    help="Look at settings and where they come from: flags, the environment, the file of --config, defaults.",
+    help_epilogue=_CONFIG,
 )
 keys = App(
     "keys", help="Make API keys and look at a file of them, which `kvarve serve --api-keys` reads.", help_epilogue=_KEYS
@@ -90,11 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-@app.command(help_epilogue=_EXAMPLE)
+@app.command(help_epilogue=_SERVE, help_formatter=Help(GROUPS))
 def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None:
     """Run an OpenAI-compatible server with the cache inside."""
-    if settings.log_level not in LEVELS:
-        raise ConfigError(f"unknown log level {settings.log_level!r}; known: {', '.join(LEVELS)}")
     begin_log(settings.log_level, settings.log_format)
     with needs("server", "serve"):
         from kvarve.reference.server import serve  # torch and transformers take seconds to import
@@ -102,7 +98,7 @@ def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None
     serve.run(settings, lambda text: print(text, flush=True))
 
 
-@app.command
+@app.command(help_epilogue=example("kvarve demo --quick --out out"))
 def demo(*, options: Demo = Demo(), config: ConfigFile = None) -> int:
     """Measure what the cache does on this machine."""
     if options.engine == "vllm":
@@ -116,7 +112,7 @@ def demo(*, options: Demo = Demo(), config: ConfigFile = None) -> int:
     return demo.main(options)
 
 
-@app.command(help_format="markdown")
+@app.command(help_format="markdown", help_epilogue="example:\n\n    kvarve verify --model /models/Qwen3-0.6B --quick")
 def verify(*, options: Verify = Verify(), config: ConfigFile = None) -> int:
     """Prove on a model of your own that the cache never changes a logit.
 
@@ -135,18 +131,23 @@ app.command(
     "kvarve.planner.simulate_command:main",
     name="simulate",
     help="Replay a trace through the cache's own code and say what memory buys.",
+    help_epilogue=example(
+        "kvarve simulate trace.jsonl --model /models/Qwen3.5-9B --device-memory 40GiB --host-memory 200GiB",
+        "kvarve simulate trace.jsonl --kv-bytes-per-token 128KiB --sweep sweep.png",
+    ),
 )
 app.command(
     "kvarve.planner.simulate_command:plan",
     name="plan",
     help="Say how much host memory and storage a hit rate takes, for a trace of prompts.",
+    help_epilogue=example("kvarve plan trace.jsonl --model /models/Qwen3.5-9B --device-memory 40GiB --target 90%"),
 )
 
 
 app.command(bench)
 
 
-@app.command
+@app.command(help_epilogue=example("kvarve models", "kvarve models --model /models/Qwen3.5-9B"))
 def models(*, options: Models = Models(), config: ConfigFile = None) -> int:
     """List which models can be cached, and what is cached of each."""
     with needs("engine", "models"):
@@ -160,20 +161,20 @@ def models(*, options: Models = Models(), config: ConfigFile = None) -> int:
 app.command(storage)
 
 
-@storage.command
+@storage.command(help_epilogue=example("kvarve storage attach 'file:///var/kvarve?capacity=100GiB' --back-up"))
 def attach(urls: Urls, /, *, options: Attach = Attach()) -> None:
     """Attach a storage to a running server, in place of the one that it has."""
     policies = {"storage_wait": options.storage_wait, "write_policy": options.write_policy}
     _ask_server("PUT", options, {"url": [*urls], "back_up": options.back_up} | policies)
 
 
-@storage.command
+@storage.command(help_epilogue=example("kvarve storage detach --server http://127.0.0.1:8000"))
 def detach(*, options: Remote = Remote()) -> None:
     """Detach the storage of a running server; its pages stay."""
     _ask_server("DELETE", options)
 
 
-@storage.command
+@storage.command(help_epilogue=example("kvarve storage status --server http://127.0.0.1:8000"))
 def status(*, options: Remote = Remote()) -> None:
     """Show the storage attached to a running server, and its state."""
     _ask_server("GET", options)
@@ -190,14 +191,15 @@ def _ask_server(method: str, options: Remote, body: dict[str, Any] | None = None
 
 # --- of a folder
 
-for _name, _help in {
-    "ls": "List the pages in a folder, most recently used first.",
-    "stat": "Summarize the pages in a folder by model, group and pool.",
-    "verify": "Read every page in a folder and report damaged ones; exits with 1 if there are any.",
-    "gc": "Free pages past the URL's ttl and leftovers of dead processes in a folder.",
-    "drop": "Remove a group's pages, a model's, or all, from a folder: one of --group, --model and --all.",
-}.items():
-    storage.command(f"kvarve.cli.storage_commands:{_name}", name=_name, help=_help)
+for _name, _help, _more in (
+    ("ls", "List the pages in a folder, most recently used first.", " --by size"),
+    ("stat", "Summarize the pages in a folder by model, group and pool.", ""),
+    ("verify", "Read every page in a folder and report damaged ones; exits with 1 if there are any.", " --json -"),
+    ("gc", "Free pages past the URL's ttl and leftovers of dead processes in a folder.", " --unused-for 30d"),
+    ("drop", "Remove a group's pages, a model's, or all: one of --group, --model and --all.", " --group 1f3a"),
+):
+    _shown = example(f"kvarve storage {_name} /var/kvarve{_more}")
+    storage.command(f"kvarve.cli.storage_commands:{_name}", name=_name, help=_help, help_epilogue=_shown)
 
 # --- kvarve config, kvarve completion
 
@@ -213,12 +215,16 @@ config.command(
     "kvarve.cli.config_commands:show",
     name="show",
     help="Show the settings that `kvarve serve` would have with these options.",
+    help_epilogue=_CONFIG,
+    help_formatter=Help(GROUPS | {"Output": "changed json"}),
     config=[_as_served],
 )
 
 
-@app.command
-def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="SHELL")], /) -> None:
+@app.command(help_epilogue=example("kvarve completion bash > ~/.local/share/bash-completion/completions/kvarve"))
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="SHELL", help="Shell to write for")], /
+) -> None:
     """Write a script that completes commands and options in a shell."""
     print(app.generate_completion(prog_name="kvarve", shell=shell))
 
@@ -226,5 +232,15 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="
 # --- kvarve keys
 
 app.command(keys)
-keys.command("kvarve.cli.config_commands:new", name="new", help="Make a key: it is shown once, and kept nowhere.")
-keys.command("kvarve.cli.config_commands:ls", name="ls", help="Check a file of keys, and list them.")
+keys.command(
+    "kvarve.cli.config_commands:new",
+    name="new",
+    help="Make a key: it is shown once, and kept nowhere.",
+    help_epilogue=_KEYS,
+)
+keys.command(
+    "kvarve.cli.config_commands:ls",
+    name="ls",
+    help="Check a file of keys, and list them.",
+    help_epilogue=example("kvarve keys ls keys.toml"),
+)

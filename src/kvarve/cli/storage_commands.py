@@ -29,7 +29,10 @@ from kvarve.storage.file.file_backend import FileSettings, file_settings
 from kvarve.storage.file.maintenance import Model, Stored
 from kvarve.storage.urls import backend_of, parse_time, parse_url
 
-Url = Annotated[str, Parameter(name="URL", help="such as file:///var/kvarve or /var/kvarve, its capacity or not")]
+Url = Annotated[
+    str,
+    Parameter(name="URL", help="URL or folder of a file storage, such as file:///var/kvarve or var/kvarve"),
+]
 
 ORDERS: dict[str, Callable[[Stored], float]] = {
     "used": lambda each: each.used_s_ago,

@@ -115,35 +115,35 @@ class Policies:
     """An operator's choices for a cache, for all ranks the same. ConfigError for values that cannot work."""
 
     write_policy: Write = "through"
-    """when pages are copied to the next tier: at their first use (through), at their Nth (through:N), or when they are
+    """When pages are copied to the next tier: at their first use (through), at their Nth (through:N), or when they are
     evicted (back)"""
     storage_wait: Wait = "2s+0.25s/Ki"
-    """how long a request waits for its pages in storage: none, all, or seconds and seconds more per 1,024 tokens that
-    are not in memory"""
+    """Time for which a request waits for its pages in storage: none, until all have come (all), or seconds and more
+    seconds per 1,024 tokens that are not in memory"""
     storage_deadline_s: float = 30.0
-    """seconds after which a call to storage counts as hanging"""
+    """Seconds after which a call to storage counts as hanging"""
     keep_states: States = "ends,branches,chunks"
-    """where to keep windows and states, with commas between: where prompts end (ends), where they branch off a known
-    one (branches), at the end of each chunk on the device while a quarter of it is unused (chunks), and every N tokens
-    (every:N; else so far apart that they take little memory); or none"""
+    """Places where windows and states are kept, or none: where prompts end (ends), where they branch off a known one
+    (branches), at the end of each chunk, on the device while a quarter of it is unused (chunks), and every N tokens
+    (every:N; without it, so far apart that they take little memory)"""
     states: int = 0
-    """the most windows or states of each kind that a memory tier keeps; 0: as the traffic asks"""
+    """Most windows or states of each kind that a memory tier keeps; 0 follows the traffic"""
     eviction: Order = "lru"
-    """eviction order: lru, lfu, s3fifo or priority"""
+    """Eviction order; priority is that of requests (cache_priority)"""
     load_at_least: int = 0
-    """the fewest tokens that a copy from the host to the device has to save"""
+    """Fewest tokens that a copy from the host to the device has to save"""
     fetch_at_least: int = 0
-    """the fewest tokens that a copy from storage to the host has to save"""
+    """Fewest tokens that a copy from storage to the host has to save"""
     salt_share: float = 1.0
-    """of each memory tier, the share that the prompts of one salt may keep; its own coldest pages go beyond that"""
+    """Share of each memory tier that the prompts of one salt may keep; beyond it, its own coldest pages leave"""
     host_share: float = 0.8
-    """of the host (of each pool, if they do not share it), the share that copies to and from storage may hold"""
+    """Share of the host (of each pool, if they do not share it) that copies to and from storage may hold"""
     offload_pays_at: float = 0.01
-    """of the bytes stored, the share that has to be used, or storing pauses until it would pay again; 0: never"""
+    """Share of the stored bytes that has to be used, or storing pauses until it would pay again; 0 never pauses"""
     verify_host: bool = True
-    """check pages in host memory before they are used"""
+    """Check pages in host memory before they are used"""
     hash_sample: float = 0.0
-    """of all pages, the share whose bytes are compared before and after each copy; an altered one is dropped"""
+    """Share of all pages whose bytes are compared before and after each copy; an altered one is dropped"""
 
     def __post_init__(self) -> None:
         require_types(self)

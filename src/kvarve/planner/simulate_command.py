@@ -30,9 +30,14 @@ from kvarve.settings.options import FLAT, ConfigFile, JsonFile, needs
 
 SETTINGS = SimulationConfig()
 
-Trace = Annotated[Path, Parameter(help="JSON lines, plain or gzip: see docs/planning.md")]
-Limit = Annotated[PositiveInt | None, Parameter(help="number of requests to replay, the first of the trace")]
-Report = Annotated[JsonFile, Parameter(help="file for the report too; -: to standard output alone")]
+Trace = Annotated[Path, Parameter(help="Trace: a file of JSON lines, plain or gzip (docs/planning.md)")]
+Sweep = Annotated[
+    Path | None, Parameter(help="Picture of all eviction orders at many sizes of the first tier that has none")
+]
+Limit = Annotated[PositiveInt | None, Parameter(help="Requests of the trace to replay, the first ones [default: all]")]
+Report = Annotated[
+    JsonFile, Parameter(help="File for the report as JSON; - writes it, and nothing else, to standard output")
+]
 
 
 def main(
@@ -40,9 +45,7 @@ def main(
     /,
     *,
     settings: Annotated[SimulationConfig, FLAT] = SETTINGS,
-    sweep: Annotated[
-        Path | None, Parameter(help="picture of all eviction orders at many sizes of the first tier that has none")
-    ] = None,
+    sweep: Sweep = None,
     limit: Limit = None,
     json: Report = None,
     config: ConfigFile = None,
@@ -79,8 +82,8 @@ def plan(
     /,
     *,
     settings: Annotated[SimulationConfig, FLAT] = SETTINGS,
-    target: Annotated[str, Parameter(help="share of what unlimited memory hits that is to be hit")] = "90%",
-    picture: Annotated[Path | None, Parameter(help="file for hit rates over memory: .svg, .png or .pdf")] = None,
+    target: Annotated[str, Parameter(help="Share to hit of what unlimited memory hits")] = "90%",
+    picture: Annotated[Path | None, Parameter(help="Picture of hit rates over memory (.svg, .png or .pdf)")] = None,
     limit: Limit = None,
     json: Report = None,
     config: ConfigFile = None,

@@ -2,23 +2,25 @@
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from kvarve.cache.config import NO_HOST, divide
 from kvarve.core.core_config import CoreConfig, Slots
 from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
+from kvarve.pages.field_checks import require
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier, window_lookback
 from kvarve.pages.sizes import Size
 from kvarve.reference.server.serve_settings import Settings
+from kvarve.settings.commands import Dtype
 from kvarve.settings.options import FLAT, needs
 
 # Of `Policies`: where no copy takes time, no request waits for one; and no byte can be wrong.
 WAITING = ("storage_wait", "storage_deadline_s")
 MEANINGLESS = (*WAITING, "verify_host", "hash_sample")
+Routing = Literal["prefix", "random"]
 SIZES = ("kv_bytes_per_token", "state_bytes", "window_tokens", "window_bytes_per_token")  # that a model says
 SERVED = Settings()
-ROUTINGS = ("prefix", "random")
 
 
 @dataclass(frozen=True)
@@ -27,41 +29,43 @@ class SimulationConfig:
     work; without device memory, only `core` says so."""
 
     device_memory: Size = Size(0)
-    """for pages on the device, such as 40GiB"""
+    """Memory on the device for pages, such as 40GiB"""
     host_memory: Size = Size(0)
-    """for pages that left the device, 0 for none"""
+    """Memory on the host for pages that left the device; 0 for none"""
     storage_memory: Size = Size(0)
-    """for pages in storage, which all replicas share, 0 for none"""
+    """Size of the storage, which all replicas share; 0 for none"""
     model: str | None = None
-    """builtin:... or a folder with config.json, whose sizes count instead of those below"""
-    dtype: str = "auto"
-    """for --model: auto, float32, bfloat16 or float16"""
+    """Model whose sizes count instead of those below: builtin:... or a folder with config.json"""
+    dtype: Dtype = "auto"
+    """Type in which --model computes; auto takes the checkpoint's"""
     kv_bytes_per_token: Size = Size(128 << 10)  # Llama 3 8B: 32 layers, 8 heads of 128, keys and values, 2 bytes each
-    """bytes of attention KV per token, 0 for none"""
+    """Bytes of attention KV per token; 0 for none"""
     state_bytes: Size = Size(0)
-    """of a recurrent model's state after any token, 0 for none"""
+    """Bytes of a recurrent model's state after any token; 0 for none"""
     window_tokens: int = 0
-    """length of a sliding window, 0 for none"""
+    """Tokens of a sliding window; 0 for none"""
     window_bytes_per_token: Size = Size(0)
-    """that the window keeps for each of its last tokens"""
+    """Bytes that the window keeps for each of its tokens"""
     block_tokens: int = 512
-    """tokens that one id stands for"""
+    """Tokens that one id of the trace stands for"""
     page_tokens: int = 0
-    """tokens of a page; 0: 512, or with --model the default of kvarve serve"""
+    """Tokens of a page; 0 takes 512, or with --model the default of kvarve serve"""
     chunk_tokens: int = 0
-    """the prefill grid; 0: the page size, or with --model the default of kvarve serve"""
+    """Tokens of a prompt that are computed at once (the prefill grid); 0 takes the page size, or with --model the
+    default of kvarve serve"""
     cost_doubles_at: int = 0
-    """tokens after which attention costs as much as all else, for the share of computing saved; 0: never"""
+    """Tokens after which attention costs as much as all else, for the share of computing saved; 0 for never"""
     prefill_tokens_per_s: int = 0
-    """tokens that a replica computes per second, 0: at once"""
+    """Tokens that a replica computes per second; 0 computes at once"""
     storage_bytes_per_s: Size = Size(0)
-    """that a replica reads from storage, and as many that it writes; 0: at once"""
+    """Bytes per second that a replica reads from storage, and as many that it writes; 0 copies at once"""
     host_bytes_per_s: Size = Size(0)
-    """between host and device, each way; 0: at once"""
+    """Bytes per second between host and device, each way; 0 copies at once"""
     replicas: int = 1
-    """servers with the device and host memory given, each; they share the storage"""
-    routing: str = "prefix"
-    """how requests find a replica: prefix (the longest hit, unless it has much more work than others) or random"""
+    """Servers, each with the device and host memory given; they share the storage"""
+    routing: Routing = "prefix"
+    """Way in which requests find a replica: the longest hit, unless it has much more work than others (prefix), or by
+    chance (random)"""
     policies: Annotated[Policies, FLAT] = Policies()
 
     def __post_init__(self) -> None:
@@ -103,8 +107,7 @@ class SimulationConfig:
             )
         if not self.replicas:
             raise ConfigError("at least one replica serves")
-        if self.routing not in ROUTINGS:
-            raise ConfigError(f"unknown routing {self.routing!r}; known: {', '.join(ROUTINGS)}")
+        require(self.routing in get_args(Routing), "routing", f"one of {', '.join(get_args(Routing))}", self.routing)
         if self.routing != "prefix" and self.replicas == 1:
             raise ConfigError("one replica gets all requests: give replicas too, or leave routing out")
         if self.device_memory:

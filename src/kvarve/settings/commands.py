@@ -1,4 +1,4 @@
-"""What the commands beside `kvarve serve` and `kvarve simulate` may be told: one dataclass each, read by `options`.
+"""Options of the commands beside `kvarve serve` and `kvarve simulate`: one dataclass each, read by `options`.
 
 They stand apart from what they command, whose imports take seconds.
 """
@@ -13,6 +13,7 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 from kvarve.settings.options import FLAT, JsonFile
 
 EnginePython = Annotated[Path | None, Parameter(env_var="KVARVE_VLLM_PYTHON", show_env_var=True)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AdminKey = Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_var=True)]
 
 
@@ -20,67 +21,67 @@ AdminKey = Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_
 @dataclass(frozen=True, kw_only=True)
 class Demo:
     engine: Literal["kvarve", "vllm"] = "kvarve"
-    """what computes: kvarve's own engine, or vLLM with kvarve's connector and without it"""
+    """Engine that computes: kvarve's own, or vLLM with kvarve's connector and without it"""
     engine_python: EnginePython = None
-    """the Python that has vLLM; unless given this one, or that of .venv-vllm in kvarve's checkout"""
+    """Python that has vLLM [default: this one, or that of .venv-vllm in kvarve's checkout]"""
     out: Path = Path("out")
-    """folder for what it writes"""
+    """Folder for the report, the picture and the server's log"""
     model: str = "builtin:tiny-hybrid"
-    """builtin:... or a checkpoint folder"""
+    """Model: builtin:... or a checkpoint folder"""
     quick: bool = False
-    """a shorter run"""
+    """Run with fewer and shorter texts"""
     context_tokens: PositiveInt = 3000
-    """tokens of each text that is asked about, about, in the words of builtin:tiny-hybrid; of kvarve's own engine"""
+    """Tokens of each text that questions are about, counted by builtin:tiny-hybrid; for kvarve's own engine"""
     tp: PositiveInt = 1
-    """processes among which the model is divided; of kvarve's own engine"""
+    """Processes among which the model is divided; for kvarve's own engine"""
     port: NonNegativeInt = 0
-    """port of the server that it starts, 0 for any free one"""
+    """Port of the server that the demo starts; 0 takes any free one"""
     storage: str | None = None
-    """an empty one, such as mooncake://10.0.0.1; files below --out unless given"""
+    """URL of an empty storage, such as mooncake://10.0.0.1 [default: files below --out]"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Verify:
     model: str = "builtin:tiny-hybrid"
-    """builtin:... or a folder with config.json"""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16"""
+    """Model to prove: builtin:... or a folder with config.json"""
+    dtype: Dtype = "auto"
+    """Type in which the model computes; auto takes the checkpoint's"""
     device: str = "cpu"
-    """where to compute, as torch names it"""
+    """Device to compute on, as torch names it"""
     page_tokens: PositiveInt = 64
-    """tokens of a page; has to divide --chunk-tokens"""
+    """Tokens of a page; --chunk-tokens must be a multiple of it"""
     chunk_tokens: PositiveInt = 256
-    """tokens of a prompt that are computed at once"""
+    """Tokens of a prompt that are computed at once"""
     hits: Literal["exact", "rounded"] = "exact"
-    """exact: proves that hits change no bit; rounded: measures what --hits rounded of kvarve serve changes"""
+    """Claim to check: hits change no bit (exact), or how much --hits rounded of kvarve serve changes (rounded)"""
     tokens: PositiveInt | None = None
-    """the most tokens of a prompt; what the model's windows ask for unless given"""
+    """Most tokens of a prompt [default: as many as the model's windows ask for]"""
     seed: NonNegativeInt = 7
-    """of all prompts and of everything that is drawn"""
+    """Seed of all prompts and of everything else that is drawn"""
     storage: str | None = None
-    """where to keep pages meanwhile; a folder of its own unless given"""
+    """URL of a storage to keep pages in meanwhile [default: a folder that is removed afterwards]"""
     tp: PositiveInt = 1
-    """processes that compute the model together; also measures how far their sums are from those of one"""
+    """Processes that compute the model together; the report says how far their sums are from those of one"""
     json: JsonFile = None
-    """gets the report too; -: standard output gets it, and nothing else"""
+    """File for the report as JSON; - writes it, and nothing else, to standard output"""
     quick: bool = False
-    """fewer and shorter prompts"""
+    """Prove with fewer and shorter prompts"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Models:
     model: str | None = None
-    """builtin:... or a folder with config.json; its weights are not read"""
+    """Model to describe: builtin:... or a folder with config.json; no weights are read [default: all families]"""
     json: JsonFile = None
-    """write all of it there too; -: to standard output, and nothing else"""
+    """File for the output as JSON; - writes it, and nothing else, to standard output"""
     page_tokens: PositiveInt | None = None
-    """tokens of a page; 64, or what a model needs, unless given"""
+    """Tokens of a page [default: 64, or what a model needs]"""
     chunk_tokens: PositiveInt | None = None
-    """tokens of a prompt that are computed at once; 256, or what a model needs, unless given"""
-    dtype: str = "auto"
-    """for --model: auto, float32, bfloat16 or float16"""
+    """Tokens of a prompt that are computed at once [default: 256, or what a model needs]"""
+    dtype: Dtype = "auto"
+    """Type in which --model computes; auto takes the checkpoint's"""
 
 
 # --- kvarve storage
@@ -90,29 +91,29 @@ class Models:
 @dataclass(frozen=True, kw_only=True)
 class Remote:
     server: str = "http://127.0.0.1:8000"
-    """where it listens"""
+    """URL of the server"""
     admin_key: AdminKey = None
-    """its admin key; the environment says it unseen by `ps`"""
+    """Admin key of the server. Prefer $KVARVE_ADMIN_KEY: `ps` shows arguments"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Attach(Remote):
     back_up: bool = False
-    """store what the server has in memory already"""
+    """Store also what the server has in memory already"""
     write_policy: Literal["through", "through:2", "back"] | str | None = None
-    """change the server's --write-policy too"""
+    """Write policy of the server from then on, as --write-policy of kvarve serve [default: as it is]"""
     storage_wait: Literal["none", "2s+0.25s/Ki", "all"] | str | None = None
-    """change the server's --storage-wait too"""
+    """Wait for storage from then on, as --storage-wait of kvarve serve [default: as it is]"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Maintain:
-    """What all commands on a folder may be told."""
+    """Options of all commands on a folder."""
 
     json: JsonFile = None
-    """write all of it there too; -: to standard output, and nothing else"""
+    """File for the output as JSON; - writes it, and nothing else, to standard output"""
 
 
 # --- kvarve keys
@@ -122,46 +123,46 @@ class Maintain:
 @dataclass(frozen=True, kw_only=True)
 class NewKey:
     file: Path | None = None
-    """also add the line to this file, which is made if there is none"""
+    """File to add the key's line to; it is made if there is none"""
     salt: str | None = None
-    """requests of keys with another salt, or none, share no page with those of this one"""
+    """Salt of the key's requests; they share no page with those of other salts, or of none"""
     admin: bool = False
-    """the key opens /admin as well"""
+    """Let the key open /admin as well"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class VerifyStored(Maintain):
     storage_key: str | None = None
-    """the file of the key with which the pages were sealed"""
+    """File of the key with which the pages were sealed"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Ls(Maintain):
     group: str | None = None
-    """of this group alone; its first digits will do"""
+    """Group to list, by its first digits [default: all]"""
     limit: NonNegativeInt = 20
-    """how many to list, 0 for all"""
-    by: str = "used"
-    """used or stored, the newest first, or size"""
+    """Most pages to list; 0 lists all"""
+    by: Literal["used", "stored", "size"] = "used"
+    """Order: last used first, last stored first, or largest first"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Gc(Maintain):
     unused_for: str | None = None
-    """also remove models that no process has open and that were not used for this long, such as 30d"""
+    """Time such as 30d: remove models, too, that no process has open and that were not used for so long"""
 
 
 @FLAT
 @dataclass(frozen=True, kw_only=True)
 class Drop(Maintain):
     group: str | None = None
-    """this group's pages; its first digits will do"""
+    """Group to drop, by its first digits"""
     model: str | None = None
-    """the model whose fingerprint begins so"""
+    """Model to drop, by the first digits of its fingerprint"""
     all: bool = False
-    """every model"""
+    """Drop every model"""
     yes: bool = False
-    """do not ask"""
+    """Drop without asking"""

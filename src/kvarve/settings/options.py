@@ -7,11 +7,12 @@ before the file, the file before the default. Every mistake is one ConfigError.
 import os
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import (
     App,
@@ -27,15 +28,19 @@ from cyclopts import (
 )
 from cyclopts.argument import Argument, ArgumentCollection
 from cyclopts.config import Dict, Env
+from cyclopts.help import DefaultFormatter, HelpPanel
 
 from kvarve.errors import ConfigError
 from kvarve.pages.sizes import Size, format_size, parse_size
 from kvarve.settings.values import FORMS, closest, form_of
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+
 FILE_BYTES = 64 * 1024  # of a config file at most: a longer one is something else
 FLAT = Parameter(name="*")  # a dataclass whose fields are options without a prefix
 JsonFile = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]  # of a report; - is standard output
-ConfigFile = Annotated[Path | None, Parameter(help="a TOML file of options, each as some_option = value")]
+ConfigFile = Annotated[Path | None, Parameter(help="TOML file of options, each as some_option = value")]
 
 
 def root_app(name: str, text: str, version: str, **more: Any) -> App:
@@ -44,12 +49,37 @@ def root_app(name: str, text: str, version: str, **more: Any) -> App:
         name,
         help=text,
         help_format="plaintext",
+        help_formatter=Help(),
         version=version,
         config=[_read],
         default_parameter=Parameter(converter=_parse, allow_repeating=True, negative_iterable=(), show_default=_shown),
         result_action="return_value",
         **more,
     )
+
+
+class Help(DefaultFormatter):
+    """Prints a command's options, in groups if it has some: by a group's title, the names of its options in order."""
+
+    def __init__(self, groups: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def __call__(self, console: "Console", options: "ConsoleOptions", panel: HelpPanel) -> None:
+        entries = {name.removeprefix("--"): entry for entry in panel.entries for name in entry.names[:1]}
+        for entry in panel.entries:  # the lines of a docstring are one text
+            if text := getattr(getattr(entry.description, "primary_renderable", None), "plain", ""):
+                entry.description.primary_renderable.plain = " ".join(text.split())
+        for title, names in self._groups.items():
+            found = [entries[name] for name in names.split() if name in entries]
+            super().__call__(console, options, panel.copy(title=title, entries=found))
+        if not self._groups:
+            super().__call__(console, options, panel)
+
+
+def example(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\n  ".join(["example:", *lines]) + "\n"
 
 
 def call(app: App, words: Sequence[str]) -> Any:
@@ -131,7 +161,7 @@ def _value(kind: Any, text: str) -> Any:
     """One value of a type. Stricter than cyclopts, which takes 1.5 for a 2 and 0x10 for a 16."""
     if kind is Size:
         try:
-            return parse_size(text)
+            return Size(parse_size(text))
         except ConfigError as e:
             raise CoercionError(msg=str(e)) from None
     if kind is int and not re.fullmatch(r"-?[0-9]{1,30}", text):
@@ -151,8 +181,8 @@ def _value(kind: Any, text: str) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """A default in the help; nothing for the empty ones."""
-    return format_size(value).replace(" ", "") if isinstance(value, Size) else "" if value == () else value
+    """A default in the help; none for the empty ones."""
+    return format_size(value).replace(" ", "") if isinstance(value, Size) else None if value in ((), "") else value
 
 
 # --- the environment and the file

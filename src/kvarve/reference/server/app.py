@@ -145,7 +145,7 @@ class _Front:
         self._engine, self._connections, self._traces, self._trace_out = engine, connections, traces, trace_out
         self.name, self._started = settings.served_model_name or engine.model.name, int(time.time())
         self.responses: Responses = Counter()
-        scraped = Metrics(self._snapshot, settings.metrics_compat).text
+        scraped = Metrics(self._snapshot, settings.metrics_compat or "").text
         self._scrape = Shared(lambda: run_in_threadpool(scraped))  # it holds the GIL, and asks for no key
         self._preparer = RequestPreparer(engine.model, self.name)
         self._lanes = Lanes("kvarve prepare")

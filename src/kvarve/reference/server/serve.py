@@ -397,7 +397,7 @@ def check_settings(settings: Settings) -> None:
             raise ConfigError(f"the {what} {text!r} is no UTF-8: give it another name") from None
     if settings.served_model_name == "":
         raise ConfigError("the model's name cannot be empty")
-    parse_compat(settings.metrics_compat)
+    parse_compat(settings.metrics_compat or "")
     for name, key in (("API", settings.api_key), ("admin", settings.admin_key)):
         if key is not None:
             check_key(name, key)

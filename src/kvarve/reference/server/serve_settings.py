@@ -12,9 +12,20 @@ from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.pages.sizes import Size
 from kvarve.reference.server.keyfile import Keyring
+from kvarve.settings.commands import Dtype
 from kvarve.settings.options import FLAT
 
-LEVELS = ("debug", "info", "warning", "error")
+# The options in the help of `kvarve serve`, those that few need last. Test: each is in one group.
+GROUPS = {
+    "Model": "model served-model-name dtype device context-length chat-template hits page-tokens chunk-tokens threads",
+    "Memory and tiers": "device-memory host-memory keep-states eviction salt-share verify-host states load-at-least "
+    "host-share hash-sample",
+    "Storage": "storage storage-key write-policy storage-wait fetch-at-least offload-pays-at storage-deadline-s",
+    "Requests": "max-running max-waiting turn-tokens deterministic drain-s drain-at-least-s max-body-bytes",
+    "Ranks": "tp nnodes node-rank dist-init-addr rank-deadline-s",
+    "Access and TLS": "host port api-key api-keys admin-key tls-cert tls-key allowed-host cors-origin max-connections",
+    "Observability": "log-level log-format metrics-compat otlp-traces-endpoint kv-events-config trace-out ready-file config",
+}
 
 
 def check_key(name: str, key: str) -> None:
@@ -31,93 +42,95 @@ class Settings:
     """The settings of a server; `check_settings` says which cannot work."""
 
     model: str = "builtin:tiny-hybrid"
-    """builtin:... or a folder with config.json"""
+    """Model to serve: builtin:... or a folder with config.json"""
     served_model_name: str | None = None
-    """the name that clients ask for; the model's own unless given"""
+    """Name that clients ask for [default: the model's own]"""
     chat_template: str | None = None
-    """a Jinja file in place of the model's own template, or the text of one"""
+    """Jinja file in place of the model's own chat template, or the text of one"""
     context_length: int | None = None
-    """tokens of a prompt and its answer together; as many as the model can attend to unless given"""
+    """Most tokens of a prompt and its answer together [default: as many as the model can attend to]"""
     host: str = "127.0.0.1"
-    """address to listen on"""
+    """Address to listen on"""
     port: int = 8000
-    """port to listen on, 0 for any free one"""
+    """Port to listen on; 0 takes any free one"""
     device_memory: Size = Size(256 << 20)
-    """for pages beside the model"""
+    """Memory on the device for pages, beside the model"""
     host_memory: Size = Size(512 << 20)
-    """for pages that left the device, 0 for none"""
+    """Memory on the host for pages that left the device; 0 for none"""
     storage: tuple[str, ...] = field(default=(), repr=False)
-    """such as file:///var/kvarve?capacity=100GiB; none unless given; several are tiers, the fast one first"""
+    """URL of a storage, such as file:///var/kvarve?capacity=100GiB. Give several for several tiers, the fast one
+    first [default: none]"""
     storage_key: str | None = None
-    """a file of 32 random bytes, of this user alone: pages in storage that were not sealed with it are misses"""
+    """File of 32 random bytes that only this user can read. Pages in storage that were not sealed with it are misses"""
     page_tokens: int = 64
-    """tokens of a page; has to divide --chunk-tokens"""
+    """Tokens of a page; --chunk-tokens must be a multiple of it"""
     chunk_tokens: int = 256
-    """tokens of a prompt that are computed at once"""
+    """Tokens of a prompt that are computed at once"""
     hits: Literal["exact", "rounded"] = "exact"
-    """exact: prompts resume at whole chunks, with the bits of prefill; rounded: at every page, but for rounding"""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16"""
+    """Where prompts resume: at whole chunks, with the bits of prefill (exact), or at every page, with rounding as any
+    other batch size causes it (rounded)"""
+    dtype: Dtype = "auto"
+    """Type in which the model computes; auto takes the checkpoint's"""
     device: str = "cpu"
-    """where to compute, as torch names it"""
+    """Device to compute on, as torch names it"""
     tp: int = 1
-    """processes among which the model is divided by heads; memory and threads are of each"""
+    """Processes among which the model is divided by heads; each has the memory and threads given here"""
     nnodes: int = 1
-    """machines with as many of them each: run this on all, with the same options"""
+    """Machines that compute together, with as many processes each. Run the command on all, with the same options"""
     node_rank: int = 0
-    """which of the machines this is; 0 is the one that serves"""
+    """Number of this machine; 0 is the one that serves"""
     dist_init_addr: str | None = None
-    """HOST:PORT of machine 0, where several machines meet; PORT + 1 is used as well"""
+    """HOST:PORT of machine 0, where the machines meet; PORT + 1 is used as well"""
     rank_deadline_s: float = 60.0
-    """without one of the processes the others end within this time; one may keep them waiting for half of it"""
+    """Seconds within which all processes end when one is lost; one may keep the others waiting for half of them"""
     policies: Annotated[Policies, FLAT] = Policies()
     max_running: int = 64
-    """requests side by side, if memory allows"""
+    """Most requests side by side, as far as memory allows"""
     max_waiting: int = 4096
-    """requests that may wait; more get 503"""
+    """Most requests that wait; more get 503"""
     turn_tokens: int = 512
-    """tokens computed in one step, answers first; at least a chunk of a prompt"""
+    """Tokens computed in one step, those of answers first, and at least one chunk of a prompt"""
     deterministic: bool = False
-    """answers depend on their prompt to the last bit"""
+    """Make answers depend on their own prompt alone, to the last bit"""
     threads: int | None = None
-    """of torch; its own choice unless given"""
+    """Threads of torch [default: its own choice]"""
     api_key: Annotated[str | None, Parameter(env_var="KVARVE_API_KEY", show_env_var=True)] = None
-    """that clients must send; the environment says it unseen by `ps`"""
+    """Key that clients must send. Prefer $KVARVE_API_KEY: `ps` shows arguments"""
     admin_key: Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_var=True)] = None
-    """opens /admin, off without one; the environment says it unseen by `ps`"""
+    """Key that opens /admin, which is off without one. Prefer $KVARVE_ADMIN_KEY: `ps` shows arguments"""
     api_keys: Path | None = None
-    """a TOML file of several keys, read again when it changes: see `kvarve keys --help`"""
+    """TOML file of several keys, read again when it changes: see `kvarve keys --help`"""
     tls_cert: Path | None = None
-    """a PEM file of the certificate and its chain: the server speaks HTTPS; read again on SIGHUP"""
+    """PEM file of a certificate and its chain, for HTTPS; read again on SIGHUP"""
     tls_key: Path | None = None
-    """the certificate's key, unless its file has it"""
+    """PEM file of the certificate's key [default: in --tls-cert]"""
     allowed_host: tuple[str, ...] = ()
-    """a name that requests may have in Host, *.example.com or '*'; unless given localhost alone on the loopback
-    interface, any elsewhere; addresses are always answered"""
+    """Name that requests may have in Host: a name, *.example.com or '*'. Addresses are always answered [default:
+    localhost on the loopback interface, '*' elsewhere]"""
     cors_origin: tuple[str, ...] = ()
-    """an origin such as https://chat.example.com whose pages may ask; none unless given"""
+    """Origin such as https://chat.example.com whose pages may send requests [default: none]"""
     max_connections: int | None = None
-    """open at a time; half of the descriptors, 4096 at most, unless given"""
+    """Most open connections [default: half of the descriptors, 4096 at most]"""
     drain_s: float = 60.0
-    """from SIGTERM on, for running requests to end, while /health says 503; SIGINT ends them at once"""
+    """Seconds after SIGTERM for running requests to end, while /health answers 503; SIGINT ends them at once"""
     drain_at_least_s: float = 0.0
-    """seconds from SIGTERM on in which new requests get 503 with Retry-After, before the port closes"""
+    """Seconds after SIGTERM in which new requests get 503 with Retry-After, before the port closes"""
     max_body_bytes: Size = Size(8 << 20)
-    """of a request; a larger one gets 413"""
-    metrics_compat: str = ""
-    """vllm, sglang or both with a comma between: /metrics has its numbers under their names too"""
+    """Most bytes of a request's body; a larger one gets 413"""
+    metrics_compat: Literal["vllm", "sglang", "vllm,sglang"] | None = None
+    """Names of vLLM's or SGLang's metrics that /metrics has beside its own [default: none]"""
     otlp_traces_endpoint: str | None = field(default=None, repr=False)
-    """URL of an OpenTelemetry collector (OTLP over HTTP), which gets a span for each request; none unless given"""
+    """URL of an OpenTelemetry collector (OTLP over HTTP) to which a span for each request is sent"""
     kv_events_config: str | None = None
-    """JSON as vLLM's: {"enable_kv_cache_events": true} publishes which pages enter and leave each tier, over ZeroMQ"""
+    """JSON as vLLM's: {"enable_kv_cache_events": true} publishes over ZeroMQ which pages enter and leave each tier"""
     trace_out: Path | None = None
-    """new file for a trace of the prompts, for kvarve plan: times, lengths and keyed hashes, no text"""
-    log_level: str = "info"
-    """debug, info, warning, error"""
+    """New file for a trace of the prompts, for kvarve plan: times, lengths and keyed hashes, no text"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity of a line of the log"""
     log_format: Literal["text", "json"] = "text"
-    """form of the log: text, or json with one object a line and a span's fields for each request"""
+    """Form of the log: text, or json with one object a line and a span's fields for each request"""
     ready_file: Path | None = None
-    """gets the URL as soon as connections are accepted"""
+    """File that is written with the URL as soon as connections are accepted"""
 
     @property
     def alike(self) -> str:
