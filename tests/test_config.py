@@ -112,6 +112,11 @@ def test_a_wrong_type_is_refused_by_the_name_of_its_field(settings: dict[str, ob
     assert str(refusal.value) == told
 
 
+def test_all_that_is_wrong_with_policies_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"^write_policy must be .*, got 'later'; host_share must be .*, got 2\.0$"):
+        Policies(write_policy="later", host_share=2.0)
+
+
 def test_no_wait_is_for_ever() -> None:
     assert CacheConfig(MIB).policies.patience().seconds(2048) == 2.5
     for policy in ("none", "999999999s+2s/Ki", "all"):

@@ -26,11 +26,11 @@ _WIDE = 200  # columns if the output is no terminal, so that nothing is cut
 def check_file(option: str, path: Path | None) -> None:
     """ConfigError if no file can be written there. Nothing is touched."""
     if path is not None and not is_stdout(path) and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"{option}: {path}: not a file that can be written")
+        raise ConfigError(f"{option}: {path} cannot be written as a file")
 
 
 def is_stdout(json_to: Path | None) -> bool:
-    """Whether --json says that standard output gets the report, and nothing else."""
+    """Whether --json says that standard output has the report, and nothing else."""
     return json_to == Path("-")
 
 
@@ -61,7 +61,7 @@ class Printer:
         self._console.print(table)
 
     def write(self, report: dict[str, Any], code: int = 0) -> int:
-        """Write the JSON, if requested; answers the exit code."""
+        """Write the JSON, if requested; returns the exit code."""
         write_json(self._json_to, report)
         return code
 

@@ -49,18 +49,18 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
         *(
             (connector, given if given == {} else {"host_memory": "1GiB"} | given, f"kv_connector_extra_config: {told}")
             for given, told in (
-                ({}, "'host_memory' is missing: give"),
+                ({}, "'host_memory' is missing: it must be"),
                 ({"host_memroy": 1}, "unknown setting 'host_memroy': did you mean host_memory"),
                 ({"zzz": 1}, "unknown setting 'zzz'; known: host_memory, storage"),
                 ({"host_memory": "much"}, ".*much"),
                 ({"host_memory": 0}, "'host_memory' is 0"),
                 ({"host_memory": True}, "'host_memory' is True"),
-                ({"host_memory": [1]}, ".* it has to be a size"),
-                ({"storage": []}, ".* it has to be a URL"),
-                ({"storage": [1]}, ".* it has to be a URL"),
-                ({"write_policy": 1}, "'write_policy' is 1; it has to be a text"),
-                ({"fetch_at_least": True}, ".* it has to be a whole number"),
-                ({"host_share": "2"}, ".* it has to be a number"),
+                ({"host_memory": [1]}, ".* it must be a size"),
+                ({"storage": []}, ".* it must be a URL"),
+                ({"storage": [1]}, ".* it must be a URL"),
+                ({"write_policy": 1}, "'write_policy' is 1; it must be a text"),
+                ({"fetch_at_least": True}, ".* it must be a whole number"),
+                ({"host_share": "2"}, ".* it must be a number"),
                 ({"write_policy": "now"}, "write_policy must be through, .*, got 'now'"),
                 ({"keep_states": 3}, "unknown setting 'keep_states'"),
             )
@@ -68,23 +68,23 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
         *(
             (TierSettings.read, given if given == {} else {"storage": URL} | given, f"a kvarve tier: .*{told}")
             for given, told in (
-                ({}, "'storage' is missing: give a URL"),
+                ({}, "'storage' is missing: it must be a URL"),
                 ({"deadline": 5}, "unknown setting 'deadline': did you mean deadline_s"),
                 ({"storage": [URL, URL]}, "the same place"),
-                ({"storage": "gopher://host"}, "no storage of the kind 'gopher'"),
+                ({"storage": "gopher://host"}, "unknown storage 'gopher'"),
                 ({"storage": "file:///x?capactiy=1GiB"}, "unknown parameter 'capactiy'"),
                 ({"deadline_s": 0}, "above 0"),
                 ({"deadline_s": float("nan")}, "above 0"),
-                ({"identity": None}, "'identity' is None; it has to be a text"),
+                ({"identity": None}, "'identity' is None; it must be a text"),
                 ({"enable_kv_events": "yes"}, "true or false"),
                 ({"locality": "NEAR"}, "LOCAL or REMOTE"),
             )
         ),
-        (HiCacheSettings.read, None, "extra config: 'storage' is missing: give a URL, such as 'file:///"),
+        (HiCacheSettings.read, None, "extra config: 'storage' is missing: it must be a URL, such as 'file:///"),
         (HiCacheSettings.read, {"storage": [URL, 3]}, "or a list"),
         (HiCacheSettings.read, {"storage": URL, "deadline_s": 10}, "above 0 and below 10"),
         (HiCacheSettings.read, {"storage": URL, "deadline_s": True}, "'deadline_s' is True"),
-        (HiCacheSettings.read, {"storage": URL, "weights": 7}, "'weights' is 7; it has to be a text"),
+        (HiCacheSettings.read, {"storage": URL, "weights": 7}, "'weights' is 7; it must be a text"),
         (HiCacheSettings.read, {"storage": URL, "buffer_memory": 7}, "at least 1 MiB"),
     ],
 )

@@ -95,6 +95,20 @@ def test_what_cannot_be_kept_is_refused_with_the_reason(monkeypatch: pytest.Monk
     assert "layer 0 keeps its state in a DynamicIndexedLayer" in facts["DeepSeek-V3.2"].why
 
 
+def test_what_was_found_once_is_read_from_the_users_cache_until_the_file_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    small = Family("Small", "LlamaConfig", {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 32})
+    found = [*families._surveyed(None, None, [small])]
+    assert [fact.supported for fact in found] == [True]
+    assert [*families._surveyed(None, None, [])] == found, "no model was built"
+    (file,) = (tmp_path / "kvarve").iterdir()
+    file.write_text('[{"name": "Small"}]')
+    assert [*families._surveyed(None, None, [small])] == found
+    assert [*families._surveyed(16, 64, [])] == [], "of other sizes nothing is known"
+
+
 @pytest.mark.long
 def test_pages_are_as_large_as_a_model_needs_unless_told_otherwise() -> None:
     v4 = next(family for family in FAMILIES if family.name == "DeepSeek-V4")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvarve.errors import ConfigError, ModelError
-from kvarve.reference.engine.model import check_model, forward, load_model
+from kvarve.reference.engine.model import check_model, choose_device, forward, load_model
 from kvarve.reference.engine.workspace import Workspace
 from tests.sim.models import VOCAB, byte_tokenizer, save_checkpoint, tiny_model
 
@@ -34,6 +34,17 @@ def test_a_token_too_many_for_the_workspace_is_refused_before_it_is_computed(qwe
     assert workspace.tokens == 0
 
 
+def test_auto_takes_a_gpu_that_torch_can_use_and_else_says_how_to_use_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = torch.cuda.is_available()
+    assert choose_device("auto", tmp_path) == ("cuda" if gpu else "cpu") and not caplog.text
+    assert choose_device("meta", tmp_path) == "meta"
+    (tmp_path / "nvidia0").touch()
+    choose_device("auto", tmp_path)
+    assert gpu or ("this machine has a GPU" in caplog.text and "or give --device cpu" in caplog.text)
+
+
 def test_a_check_reads_no_weights_but_says_what_is_wrong(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
     check_model(str(qwen))
@@ -41,6 +52,8 @@ def test_a_check_reads_no_weights_but_says_what_is_wrong(qwen: Path, monkeypatch
         load_model(str(qwen), page_tokens=48)
     with pytest.raises(ConfigError, match="unknown dtype 'int4'; known: auto, float32, bfloat16, float16"):
         load_model(str(qwen), dtype="int4")
+    with pytest.raises(ConfigError, match=r"context_length must be at most .* as the model can attend to, got 9999999"):
+        check_model(str(qwen), context_length=9999999)
     with pytest.raises(ModelError, match="nowhere: no such folder"):
         check_model("nowhere")
     with pytest.raises(ModelError, match="there is no builtin:huge; known: builtin:tiny"):

@@ -129,7 +129,7 @@ def test_a_shutdown_leaves_vllm_free_to_release_its_view(make: Make) -> None:
     ("written", "told"),
     [
         ({"storge": "x"}, "unknown setting 'storge': did you mean storage"),
-        ({"storage": "file:///x"}, "say how much it may hold"),
+        ({"storage": "file:///x"}, "must say how much it may hold"),
         ({"identity": ""}, 'set "identity"'),
         ({"weights": ""}, 'set "identity"'),
     ],

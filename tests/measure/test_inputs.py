@@ -114,7 +114,7 @@ def test_sharegpt_s_answers_stand_in_later_prompts(tmp_path: Path) -> None:
         ('[{"conversations": 3}]', "no list of `conversations`"),
         ('[{"conversations": [{"from": 3, "value": "a"}]}]', "no `from` and `value`"),
         ('{"timestamp": 1}', "line 1"),
-        ("", "holds no requests"),
+        ("", "must hold requests, and has none"),
     ],
 )
 def test_a_file_of_another_form_is_one_error(tmp_path: Path, content: str, complaint: str) -> None:

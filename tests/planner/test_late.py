@@ -102,9 +102,9 @@ def test_replicas_find_in_storage_what_others_have_computed(tmp_path: Path) -> N
     ("flags", "complaint"),
     [
         ({"storage_bytes_per_s": 1}, "a speed of storage needs storage"),
-        ({"host_memory": 1 << 30, "host_bytes_per_s": 1}, "give prefill tokens per s too"),
-        ({"replicas": 2, "routing": "nearest"}, "unknown routing 'nearest'; known: prefix, random"),
-        ({"routing": "random"}, "one replica gets all requests"),
+        ({"host_memory": 1 << 30, "host_bytes_per_s": 1}, "copies that take time need prefill tokens per s"),
+        ({"replicas": 2, "routing": "nearest"}, "routing must be one of prefix, random, got 'nearest'"),
+        ({"routing": "random"}, "routing needs several replicas"),
         ({"prefill_tokens_per_s": 1, "policies": Policies(storage_wait="1s")}, "give storage bytes per s"),
     ],
     ids=str,

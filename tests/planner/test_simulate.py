@@ -136,7 +136,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
         replay(tmp_path / "nowhere", settings(16))
     with pytest.raises(ConfigError, match="cannot be read"):
         replay(tmp_path, settings(16))
-    with pytest.raises(ConfigError, match="holds no requests"):
+    with pytest.raises(ConfigError, match="must hold requests, and has none"):
         replay(trace(tmp_path, "\n"), settings(16))
     broken = tmp_path / "broken.gz"
     broken.write_bytes(gzip.compress(json.dumps(line(range(300))).encode())[:-12])
@@ -150,11 +150,11 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
         ({"device_memory": 1}, "1 B of device memory is too little"),
         ({"host_memory": 1}, "1 B of host memory is too little"),
         ({"storage_memory": 1 << 30}, "storage needs host memory"),
-        ({"kv_bytes_per_token": 0}, "nothing to cache"),
+        ({"kv_bytes_per_token": 0}, "needs something to cache"),
         ({"window_tokens": 100}, "a window needs both"),
         ({"state_bytes": -1}, "state bytes cannot be below zero"),
-        ({"block_tokens": 0}, "at least one token"),
-        ({"page_tokens": 64, "chunk_tokens": 100}, "chunks of 100 tokens do not consist of pages of 64"),
+        ({"block_tokens": 0}, "block_tokens must be at least 1"),
+        ({"page_tokens": 64, "chunk_tokens": 100}, "chunks of 100 tokens must be whole pages of 64"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint: str) -> None:

@@ -337,8 +337,8 @@ def test_an_unknown_policy_is_refused(full: PrefixCache) -> None:
 def test_a_store_that_cannot_be_opened_is_refused(full: PrefixCache, tmp_path: Path) -> None:
     (tmp_path / "something else").write_text("of another program")
     for url, complaint in (
-        ("nfs://x", "no storage of the kind 'nfs'"),
-        ("file://{folder}/x", "say how much it may hold"),
+        ("nfs://x", "unknown storage 'nfs'"),
+        ("file://{folder}/x", "must say how much it may hold"),
         ("file://{folder}/x?capacity=1KiB", "too little for this model"),
         ("file://{folder}/x?capacity=64MiB&quota=1KiB", "1 KiB of quota memory is too little for this model"),
         ("file://{folder}?capacity=64MiB", "is not empty and not a kvarve storage folder"),

@@ -342,7 +342,7 @@ def test_drop_without_a_terminal_lists_what_it_would_remove_and_removes_nothing(
     ):
         code, out, error = say("drop", shared, *words)
         assert code == 2 and what in out
-        assert error == "kvarve: nothing was dropped: say --yes to do it\n"
+        assert error == "kvarve: nothing was dropped: without a terminal it needs --yes\n"
     assert everything(shared) == before
 
 
@@ -387,15 +387,15 @@ def test_a_folder_that_is_none_of_ours_is_neither_made_nor_changed(tmp_path: Pat
 WRONG = (
     ("ls memory://name?capacity=1GiB", "ask its server with kvarve storage status"),
     ("stat mooncake://host:1/segment", "managed by its master"),
-    ("ls tape:///dev/st0", "there is no storage of the kind 'tape'"),
-    ("ls relative/path", "neither an absolute path nor a storage URL"),
+    ("ls tape:///dev/st0", "unknown storage 'tape'"),
+    ("ls relative/path", "relative/path is not a folder"),
     ("ls file://store/pages", "three slashes"),
-    ("ls file://{folder}?ttl=soon", "ttl=soon is not a time"),
-    ("ls file://{folder}?capacity=lots", "'lots' is not a size"),
+    ("ls file://{folder}?ttl=soon", "ttl=soon cannot be read as a time"),
+    ("ls file://{folder}?capacity=lots", "'lots' cannot be read as a size"),
     ("ls {folder}/kvarve.json", "is not a folder"),
-    ("ls {folder} --json /no/such/folder/file", "not a file that can be written"),
-    ("gc {folder} --unused-for ever", "--unused-for: ever is not a time: write 90s, 30m, 12h, 7d or 2w"),
-    ("drop {folder}", "give one of --group, --model and --all"),
+    ("ls {folder} --json /no/such/folder/file", "cannot be written as a file"),
+    ("gc {folder} --unused-for ever", "--unused-for: ever cannot be read as a time: write 90s, 30m, 12h, 7d or 2w"),
+    ("drop {folder}", "drop needs one of --group, --model and --all"),
     ("drop {folder} --model zz --yes", "no model begins with 'zz'"),
     ("drop {folder} --group= --yes", "several groups begin with ''"),
     ("ls", "URL is required"),

@@ -137,7 +137,7 @@ def test_the_status_says_what_compression_saves(
             {"url": "{new}", "write_policy": "later"},
             "write_policy must be through, through:N",
         ),
-        ({"url": "nfs://x"}, "there is no storage of the kind 'nfs'"),
+        ({"url": "nfs://x"}, "unknown storage 'nfs'"),
         ({"url": "file://{folder}/new?capacity=1KiB"}, "1 KiB of storage memory is too little for this model"),
     ],
 )
@@ -313,15 +313,18 @@ def test_an_operator_attaches_and_detaches_from_the_command_line(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("attach", "nfs://x"), "there is no storage of the kind 'nfs'"),
+        (("attach", "nfs://x"), "unknown storage 'nfs'"),
         (("attach",), "URL is required (see kvarve storage attach --help)"),
         (("atach", "x"), "unknown command 'atach': did you mean attach?; known: attach, detach, status"),
         (("attach", "x", "--backup"), "unknown option '--backup': did you mean --back-up?"),
         ((), "which command? known: attach, detach, status"),
         (("status", "--admin-key", "x"), "wrong admin key"),
         (("status", "--admin-key", ""), "this needs the server's admin key: give --admin-key or $KVARVE_ADMIN_KEY"),
-        (("status", "--server", "http://127.0.0.1:9"), "http://127.0.0.1:9: no answer: "),
-        (("status", "--server", "127.0.0.1:8000"), "is not the URL of a server, such as http://127.0.0.1:8000"),
+        (("status", "--server", "http://127.0.0.1:9"), "http://127.0.0.1:9 cannot be asked: no answer: "),
+        (
+            ("status", "--server", "127.0.0.1:8000"),
+            "--server must be the URL of a server, such as http://127.0.0.1:8000",
+        ),
         (("status", "--server", "http://[::1"), "no answer"),
         (("attach", "x\udcff"), ""),
     ],
@@ -347,7 +350,7 @@ def test_a_key_that_no_header_carries_is_refused_and_never_repeated(
     monkeypatch.setattr(os, "environ", os.environ | {"KVARVE_ADMIN_KEY": key})
     code, out, error = say("status")
     assert (code, out) == (2, "") and "SEC" not in error
-    assert error.startswith("kvarve: an admin key has no spaces or line ends") and error.count("\n") == 1
+    assert error.startswith("kvarve: an admin key must have no spaces or line ends") and error.count("\n") == 1
 
 
 class Impostor(BaseHTTPRequestHandler):
@@ -371,4 +374,4 @@ def test_a_server_that_answers_something_else_is_no_kvarve_server(say: Say, text
         threading.Thread(target=impostor.serve_forever, daemon=True).start()
         code, out, error = say("status", server=f"http://127.0.0.1:{impostor.server_port}")
         impostor.shutdown()
-    assert (code, out) == (2, "") and error.count("\n") == 1 and "this is no kvarve server" in error
+    assert (code, out) == (2, "") and error.count("\n") == 1 and "must be a kvarve server, and answers" in error

@@ -137,10 +137,10 @@ def test_a_certificate_that_cannot_be_used_is_one_line(checkpoint: Path, tmp_pat
         ({"tls_key": good["tls_key"]}, "--tls-key needs --tls-cert"),
         ({"tls_cert": tmp_path / "none"}, "none: No such file"),
         ({"tls_cert": good["tls_cert"], "tls_key": tmp_path / "none"}, "--tls-key: .*none: No such file"),
-        ({"tls_cert": good["tls_cert"]}, "--tls-key not given: not a PEM certificate and its key"),
-        ({"tls_cert": tmp_path / "text"}, "not a PEM certificate"),
-        ({"tls_cert": good["tls_cert"], "tls_key": foreign}, "they do not belong together"),
-        ({"tls_cert": good["tls_cert"], "tls_key": locked}, "not a PEM certificate and its key"),
+        ({"tls_cert": good["tls_cert"]}, "--tls-key not given: they must be a PEM certificate and its key"),
+        ({"tls_cert": tmp_path / "text"}, "must be a PEM certificate"),
+        ({"tls_cert": good["tls_cert"], "tls_key": foreign}, "they must belong together"),
+        ({"tls_cert": good["tls_cert"], "tls_key": locked}, "must be a PEM certificate and its key"),
     ):
         with pytest.raises(ConfigError, match=says) as refusal:
             check_settings(settings(checkpoint, **bad))
@@ -210,12 +210,12 @@ def test_without_an_origin_no_page_gets_a_preflight(client: httpx.Client) -> Non
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"cors_origin": ("*",)}, "every page of the web is too many"),
-        ({"cors_origin": ("https://a.example/",)}, "is no origin"),
-        ({"allowed_host": ("http://a.example",)}, "is no name"),
-        ({"drain_s": -1.0}, "a drain takes some seconds"),
-        ({"drain_at_least_s": 61.0}, "drain_at_least_s must be from 0 to drain_s"),
-        ({"max_connections": 0}, "max connections must be at least 1"),
+        ({"cors_origin": ("*",)}, "must be one origin, not every page of the web"),
+        ({"cors_origin": ("https://a.example/",)}, "must be an origin"),
+        ({"allowed_host": ("http://a.example",)}, "must be a name"),
+        ({"drain_s": -1.0}, "drain_s must be at least 0 and finite, got -1.0"),
+        ({"drain_at_least_s": 61.0}, "drain_at_least_s must be from 0 to drain_s, which is 60, got 61.0"),
+        ({"max_connections": 0}, "max_connections must be at least 1, got 0"),
     ],
     ids=str,
 )

@@ -149,14 +149,14 @@ def test_their_names_of_storages_are_urls_of_ours() -> None:
 
 def test_an_extra_config_is_obeyed_or_refused() -> None:
     for backend, extra, told in (
-        ("nixl", None, "there is no storage 'nixl': file, mooncake and hf3fs have these names"),
-        ("file", "{", "the extra config is not JSON"),
-        ("file", '{"path": ["a"]}', "the extra config is an object of texts and numbers"),
-        ("file", '{"path": "a"}', "does not begin with a slash"),
-        ("file", '{"storage": "a"}', "'storage' says nothing here; known: path"),
+        ("nixl", None, "unknown storage 'nixl': file, mooncake and hf3fs have these names"),
+        ("file", "{", "the extra config must be JSON"),
+        ("file", '{"path": ["a"]}', "the extra config must be an object of texts and numbers"),
+        ("file", '{"path": "a"}', "must begin with a slash"),
+        ("file", '{"storage": "a"}', "'storage' is unknown; known: path"),
         ("file", '{"prefetch_threshold": 256}', "prefetch_threshold is the flag --fetch-at-least"),
         ("hf3fs", '{"file_path_prefix": "/a"}', "a folder and how much it may hold"),
-        ("file://?capacity=1GiB", '{"capacity": "2GiB"}', "leave out the extra config"),
+        ("file://?capacity=1GiB", '{"capacity": "2GiB"}', "cannot have an extra config"),
     ):
         with pytest.raises(ConfigError) as caught:
             storage_url(backend, extra)

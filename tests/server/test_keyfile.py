@@ -42,22 +42,22 @@ def test_a_line_says_all_of_a_key_and_is_read_back_as_it_was(file: Path) -> None
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a = 1", 'write a = { sha256 = "..." }'),
-        ("'a b' = {}", "a name has 1 to 64 letters"),
+        ("a = 1", 'it must be a = { sha256 = "..." }'),
+        ("'a b' = {}", "a name must have 1 to 64 letters"),
         ("api-key = {}", "the key that --api-key gives"),
-        ("a = {}", "sha256 has 64 hex digits"),
-        (f"a = {{ sha256 = '{GOOD.upper()}' }}", "sha256 has 64 hex digits"),
+        ("a = {}", "sha256 must have 64 hex digits"),
+        (f"a = {{ sha256 = '{GOOD.upper()}' }}", "sha256 must have 64 hex digits"),
         (f"a = {{ sha256 = '{GOOD}', slat = 'x' }}", "did you mean salt?"),
         (f"a = {{ sha256 = '{GOOD}', key = 'plain-secret' }}", "unknown field 'key'"),
-        (f"a = {{ sha256 = '{GOOD}', salt = '' }}", "salt is a text"),
-        (f"a = {{ sha256 = '{GOOD}', salt = 5 }}", "salt is a text"),
-        (f"a = {{ sha256 = '{GOOD}', admin = 'yes' }}", "admin is true or false"),
+        (f"a = {{ sha256 = '{GOOD}', salt = '' }}", "salt must be a text"),
+        (f"a = {{ sha256 = '{GOOD}', salt = 5 }}", "salt must be a text"),
+        (f"a = {{ sha256 = '{GOOD}', admin = 'yes' }}", "admin must be true or false"),
         (f"a = {{ sha256 = '{GOOD}' }}\nb = {{ sha256 = '{GOOD}' }}", "a and b are the same key"),
-        (f"a = {{ sha256 = '{GOOD}' }}\na = {{ sha256 = '{GOOD}' }}", "not TOML"),
-        ("a = {", "not TOML"),
-        ("[" * 100_000, "not TOML"),
+        (f"a = {{ sha256 = '{GOOD}' }}\na = {{ sha256 = '{GOOD}' }}", "must be TOML"),
+        ("a = {", "must be TOML"),
+        ("[" * 100_000, "must be TOML"),
         ("\n".join(f"k{i} = {{ sha256 = '{i:064x}' }}" for i in range(MOST_KEYS + 1)), f"at most {MOST_KEYS}"),
-        ("#" * (FILE_BYTES + 1), "has at most 1 MiB"),
+        ("#" * (FILE_BYTES + 1), "must have at most 1 MiB"),
     ],
     ids=range(16),
 )
@@ -80,7 +80,7 @@ def test_a_file_that_is_not_there_or_is_no_text_is_refused(file: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_read(file: Path) -> None:
     os.mkfifo(file)  # as kvarve serve --api-keys <(decrypt keys)
-    with pytest.raises(ConfigError, match="not a file"):
+    with pytest.raises(ConfigError, match="must be a file"):
         read_keys(file)
 
 
@@ -128,7 +128,7 @@ def test_a_changed_file_counts_within_a_second_and_a_broken_one_changes_nothing(
 
 def test_a_key_is_not_given_by_a_flag_and_by_the_file(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     file.write_text(f"a = {{ sha256 = '{digest(b'boss')}' }}\n")
-    with pytest.raises(ConfigError, match="a is the key that --admin-key gives"):
+    with pytest.raises(ConfigError, match="a must differ from --admin-key"):
         Keyring(file, admin_key="boss")
     file.write_text(f"a = {{ sha256 = '{digest(b'one')}' }}\n")
     ring = Keyring(file, admin_key="boss")
@@ -160,9 +160,9 @@ def test_the_command_shows_a_new_key_once_and_writes_its_line(file: Path, capsys
     assert Keyring(file).find(secret.encode(), admin=False) == Key("team-a", digest(secret.encode()), salt="x")
     before = file.read_bytes()
     for words, says in (
-        (("new", "team-a", "--file", file), "there is a key team-a already"),
-        (("new", "a b"), "a name has 1 to 64 letters"),
-        (("new", "b", "--salt="), "salt is a text"),
+        (("new", "team-a", "--file", file), "the key's name must be new, and team-a is there"),
+        (("new", "a b"), "a name must have 1 to 64 letters"),
+        (("new", "b", "--salt="), "salt must be a text"),
         (("new", "b", "--file", file / "x"), "Not a directory"),
     ):
         code, out, error = run(*words)

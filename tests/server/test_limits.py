@@ -38,9 +38,9 @@ def test_what_cannot_be_a_context_or_a_template_is_refused_at_the_start(checkpoi
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
     for given, told in (
-        ({"context_length": 1025}, "a context of 1025 tokens is more than the 1024 of"),
-        ({"chat_template": str(broken)}, f"--chat-template: {broken} is no template"),
-        ({"chat_template": "chatml"}, "--chat-template: chatml: .*name a file with a Jinja template"),
+        ({"context_length": 1025}, "context_length must be at most 1024, as the model can attend to, got 1025"),
+        ({"chat_template": str(broken)}, f"chat_template must be a Jinja template, got {broken}: "),
+        ({"chat_template": "chatml"}, "chat_template must be a file with a Jinja template, got chatml: "),
     ):
         with pytest.raises(ConfigError, match=told):
             Server(settings(checkpoint, **given))

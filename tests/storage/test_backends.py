@@ -55,7 +55,7 @@ def test_a_package_adds_a_scheme_and_is_imported_when_its_first_url_is_parsed(pa
     [
         ("odd = kvarve_odd:Odd", "import no_such_library", "kvarve_odd:Odd, .* cannot be loaded: No module named"),
         ("odd = kvarve_odd:Other", ODD, "cannot be loaded: module 'kvarve_odd' has no attribute 'Other'"),
-        ("odd = kvarve_odd:MemoryStorage", ODD, "is no kvarve.storage.Backend"),
+        ("odd = kvarve_odd:MemoryStorage", ODD, "must be a kvarve.storage.Backend"),
     ],
 )
 def test_a_backend_that_cannot_be_loaded_is_one_line(package, points, source, said):
@@ -68,7 +68,7 @@ def test_a_backend_that_cannot_be_loaded_is_one_line(package, points, source, sa
 def test_a_kvarve_that_was_not_installed_says_so_and_so_do_two_packages_that_want_one_scheme(package, monkeypatch):
     for name in ("kvarve_odd_one", "kvarve_odd_two"):
         package(name, f"odd = {name}:Odd", ODD)
-    with pytest.raises(ConfigError, match="two packages want odd:// for themselves"):
+    with pytest.raises(ConfigError, match="odd:// must be of one package"):
         parse_url("odd://x?depth=1")
     monkeypatch.setattr(urls, "_entry_points", dict)
     with pytest.raises(ConfigError, match="install kvarve anew"):

@@ -92,6 +92,13 @@ def test_looking_works_where_nothing_can_be_written(store_of_two, monkeypatch, c
     assert everything(store_of_two) == before
 
 
+def test_a_folder_may_be_named_from_where_one_is(store_of_two, monkeypatch, capsys):
+    monkeypatch.chdir(store_of_two.parent)
+    for word in (store_of_two.name, f"./{store_of_two.name}", str(store_of_two)):
+        assert main(["storage", "stat", word]) == 0
+        assert capsys.readouterr().out.startswith(f"{store_of_two}: ")
+
+
 def test_looking_holds_no_file_open_afterwards(store_of_two):
     before = len([*Path("/proc/self/fd").iterdir()])
     for does in LOOKS:

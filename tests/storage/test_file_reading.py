@@ -355,7 +355,7 @@ def test_a_url_asks_for_a_store_that_is_only_read_and_need_not_say_how_much_it_h
     storage = open_storage(url, label=LABEL, description="model A")
     assert storage.usage().read_only and storage.exists(["page-1"]) == [True]
     storage.close()
-    with pytest.raises(ConfigError, match="read_only=perhaps is neither yes nor no"):
+    with pytest.raises(ConfigError, match="read_only=perhaps must be yes or no"):
         check_storage(f"file://{filled}?read_only=perhaps", label=LABEL, description="model A")
     assert parse_url(f"file://{filled}?capacity=1GiB&durable=false").yes("durable", default=True) is False
 

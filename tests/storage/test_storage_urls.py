@@ -60,12 +60,12 @@ def test_a_file_url_without_a_path_is_in_the_users_state_directory(tmp_path, mon
     assert parse_url("file://").path == str(tmp_path / "home" / ".local" / "state" / "kvarve")
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
-    with pytest.raises(ConfigError, match="name a folder"):
+    with pytest.raises(ConfigError, match="needs a folder"):
         check_storage("file://?capacity=1GiB", label=LABEL, description="model A")
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="say how much it may hold"):
+    with pytest.raises(ConfigError, match="must say how much it may hold"):
         check_storage("file://", label=LABEL, description="model A")
-    with pytest.raises(ConfigError, match="two tiers are two places"):
+    with pytest.raises(ConfigError, match="two tiers must be two places"):
         check_storage(("file://?capacity=1GiB", parse_url("file://").path), label=LABEL, description="model A")
 
 
@@ -85,21 +85,21 @@ def test_a_memory_url_is_found_again_by_its_name():
     ("url", "said"),
     [
         ("", "known are file://"),
-        ("store", "neither an absolute path nor a storage URL"),
+        ("store", "must be an absolute path or a storage URL"),
         ("/store?capacity=1GiB", "write file:///store[?]capacity=1GiB"),
-        ("gopher://store?capacity=1GiB", "no storage of the kind 'gopher'; known are file://, hf3fs://, memory://"),
+        ("gopher://store?capacity=1GiB", "unknown storage 'gopher'; known are file://, hf3fs://, memory://"),
         ("file://store?capacity=1GiB", "three slashes and an absolute path"),
-        ("file:///store", "say how much it may hold"),
-        ("file:///store?capacity", "is not a URL"),
+        ("file:///store", "must say how much it may hold"),
+        ("file:///store?capacity", "cannot be read as a URL"),
         ("file:///store?capacity=1GiB&fsync=1", "unknown parameter 'fsync'; file knows: capacity"),
         ("file:///store?capacity=1GiB&capacity=2GiB", "given twice"),
-        ("file:///store?capacity=1GiB&compress=gzip", "compress is no, zstd, lz4 or auto, not 'gzip'"),
-        ("file:///store?capacity=1GiB&ttl=soon", "ttl=soon is not a time: write 90s, 30m, 12h, 7d or 2w"),
+        ("file:///store?capacity=1GiB&compress=gzip", "compress must be no, zstd, lz4 or auto, not 'gzip'"),
+        ("file:///store?capacity=1GiB&ttl=soon", "ttl=soon cannot be read as a time: write 90s, 30m, 12h, 7d or 2w"),
         ("file:///store?capacity=1GiB&quota=0", "quota must be above zero"),
         ("file:///store?capacity=1GiB&eviction=random", "unknown eviction order 'random'; known: lru, lfu, s3fifo"),
-        ("file:///store?capacity=1GiB&durable=maybe", "durable=maybe is neither yes nor no"),
+        ("file:///store?capacity=1GiB&durable=maybe", "durable=maybe must be yes or no"),
         ("file:///a#b?capacity=1GiB", "written %23"),
-        ("file://[/store?capacity=1GiB", "is not a URL"),
+        ("file://[/store?capacity=1GiB", "cannot be read as a URL"),
         ("memory://name/below?capacity=1GiB", "no path"),
         ("memory://na me?capacity=1GiB", "cannot name an object"),
         ("redis://", "say where the server is"),
@@ -179,7 +179,7 @@ def test_each_tier_has_a_guard_of_its_own_and_the_judge_is_passed_on():
     ids=str,
 )
 def test_two_tiers_are_two_places_and_none_is_no_storage(tmp_path, urls):
-    with pytest.raises(ConfigError, match="no storage is named"):
+    with pytest.raises(ConfigError, match="a storage must be named"):
         open_storage([], label=LABEL, description="model A")
     (tmp_path / "link").symlink_to(tmp_path / "store")
     for call in (check_storage, open_storage):
@@ -229,7 +229,7 @@ def test_sizes_are_read_as_people_write_them(text, size_bytes):
 
 @pytest.mark.parametrize("text", ["", "-1", "+1", "GiB", "1e9", "1.", "1,5GiB", "10G", "٣", "9" * 30])
 def test_what_is_not_a_size_is_refused(text):
-    with pytest.raises(ConfigError, match="is not a size"):
+    with pytest.raises(ConfigError, match="cannot be read as a size"):
         parse_size(text)
 
 

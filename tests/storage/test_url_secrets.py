@@ -68,7 +68,7 @@ def test_two_tiers_of_one_place_are_named_without_it():
 
 def test_a_kind_of_storage_without_passwords_refuses_one(monkeypatch):
     monkeypatch.setattr(Backend, "secrets", False)
-    with pytest.raises(ConfigError, match="a memory URL has no user and no password") as told:
+    with pytest.raises(ConfigError, match="a memory URL cannot have a user or a password") as told:
         parse_url(f"memory://me:{SECRET}@name?capacity=1MiB")
     assert SECRET not in str(told.value)
 

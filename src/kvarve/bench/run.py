@@ -98,7 +98,7 @@ def check(records: Iterable[Record]) -> None:
 
 @contextmanager
 def target(options: Target, *more: str) -> Iterator[str]:
-    """The URL of the server to measure: the one given, or one of ours with a storage of its own and the options
+    """The URL of the server to measure: the one given, or a kvarve serve with a storage of its own and the options
     `more`."""
     if options.server is not None:
         if options.serve:
@@ -132,7 +132,7 @@ def shown(options: Target) -> dict[str, Any]:
 
 @contextmanager
 def bars(rounds: int, requests: int) -> Iterator[Callable[[int], Callable[[Record], None]]]:
-    """Progress on standard error, a bar for each round: begins one, and is told of each request that ends."""
+    """Progress on standard error, a bar for each round: begins one, and counts each request that ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(

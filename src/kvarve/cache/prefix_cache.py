@@ -65,7 +65,8 @@ def _came_out(error: BaseException, came_by: TracebackType | None) -> bool:
 
 
 class Listener(Protocol):
-    """Is told what enters and leaves each tier. While it has no `room` it misses some, and then is told all anew."""
+    """Receives what enters and leaves each tier. While `room` is False events are dropped; afterwards it gets a full
+    snapshot."""
 
     def room(self) -> bool: ...
 

@@ -204,7 +204,7 @@ class CacheScheduler:
         return any(Tier.DEVICE in op.edge for op in self.core.copies.ops.values())
 
     def freed(self) -> list[tuple[int, int]]:
-        """The host's slots (pool, slot) that have become free since the last call; the first call says nothing."""
+        """The host's slots (pool, slot) that have become free since the last call; the first call has none."""
         slot_pools = self.core.slot_pools
         freed, slot_pools.freed = slot_pools.freed or [], []
         tiers = ((slot_pools.tier(place), place % len(self.pools), slot) for place, slot in freed)
@@ -372,7 +372,7 @@ class CacheScheduler:
         return made
 
     def _follow_storage(self, up: bool) -> None:
-        """Go on without a storage that is down on any rank; once it is up again it gets the pages that are dirty."""
+        """Go on without a storage that is down on any rank; once it is up again dirty pages go there."""
         if not self._attached or up == self.storage_up:
             return
         log.warning("storage %s", "is back: it gets what was written meanwhile" if up else "is down: on without it")

@@ -318,7 +318,7 @@ class CacheWorker:
         The scheduler makes the change in its next step; with several ranks in the first step in which all of them
         propose the same, and on none if one declines or after `CHANGE_S`. The change's `made` tells the outcome; if it
         is not made, the present storage stays and the new one is closed. With `back_up`, all pages in memory are dirty,
-        whatever the write policy. Policies stay as they are unless given.
+        whatever the write policy. A policy that is None stays as it is.
 
         ConfigError, StorageError, UnderWay: refused at once, and the storage is still the caller's.
         """

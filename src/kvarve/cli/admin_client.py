@@ -14,12 +14,12 @@ ANSWER_S = 600.0  # a large storage may be slow to open
 
 
 def storage(method: str, server: str, key: str, body: dict[str, Any] | None = None) -> str:
-    """Call a server's /admin/storage; answers the storage's status as text.
+    """Call a server's /admin/storage; returns the storage's status as text.
 
     ConfigError: no such server, or it refuses; StorageError: the change failed.
     """
     if not server.startswith(("http://", "https://")):
-        raise ConfigError(f"--server: {server!r} is not the URL of a server, such as http://127.0.0.1:8000")
+        raise ConfigError(f"--server must be the URL of a server, such as http://127.0.0.1:8000, got {server!r}")
     check_key("admin", key)
     headers = {b"Authorization": b"Bearer " + key.encode("utf-8", "surrogateescape")}  # as `AccessControl` reads it
     try:
@@ -27,14 +27,14 @@ def storage(method: str, server: str, key: str, body: dict[str, Any] | None = No
         with httpx.Client(timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S), trust_env=False) as client:
             response = client.request(method, server.rstrip("/") + "/admin/storage", headers=headers, json=body)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as e:  # also a URL that is no UTF-8
-        raise ConfigError(f"{server}: no answer: {e}") from None
+        raise ConfigError(f"{server} cannot be asked: no answer: {e}") from None
     try:
         answer = response.json()
         if response.status_code == 200:
             return describe(answer)
         message = str(answer["error"]["message"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{server}: this is no kvarve server: it answers {response.status_code}") from None
+        raise ConfigError(f"{server} must be a kvarve server, and answers {response.status_code}") from None
     raise (StorageError if response.status_code >= 500 else ConfigError)(f"{server}: {message}")
 
 

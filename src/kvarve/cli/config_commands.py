@@ -90,7 +90,9 @@ def new(name: Name, /, *, options: NewKey = NewKey()) -> None:
 
 def _add(file: Path, key: Key) -> None:
     if file.exists() and key.name in {each.name for each in read_keys(file)}:
-        raise ConfigError(f"{file}: there is a key {key.name} already: choose another name, or take its line out")
+        raise ConfigError(
+            f"{file}: the key's name must be new, and {key.name} is there: choose another, or take its line out"
+        )
     try:
         ends = not file.exists() or file.read_bytes()[-1:] in (b"", b"\n")
         with file.open(
@@ -98,7 +100,7 @@ def _add(file: Path, key: Key) -> None:
         ) as end:  # one write, so that a server that reads it meanwhile finds whole lines
             end.write(("" if ends else "\n") + key.line + "\n")
     except OSError as e:
-        raise ConfigError(f"--file: {file}: {e.strerror}") from None
+        raise ConfigError(f"--file: {file} cannot be written: {e.strerror}") from None
 
 
 def ls(file: File, /, *, options: Maintain = Maintain()) -> int:

@@ -68,7 +68,7 @@ keys = App(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; answers the exit code."""
+    """Run a command; returns the exit code."""
     try:
         require_assertions()
         words = [*(sys.argv[1:] if argv is None else argv)]

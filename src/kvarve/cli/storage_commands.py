@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -50,14 +51,18 @@ _UNITS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (2 * 60, 60, "min"), (
 
 
 def _place(text: str, *, verify: bool = False) -> FileSettings:
-    """Parse a URL. Nothing is created; the capacity may be left out."""
-    url = parse_url(text)
+    """Parse a URL, or a folder's path. Nothing is created; the capacity may be left out."""
+    url = parse_url(text if "://" in text else str(Path(text).absolute()))
     backend = backend_of(url)
     if not backend.shared:
-        raise ConfigError(f"{url.text}: its objects live in one process: ask its server with kvarve storage status")
+        raise ConfigError(
+            f"{url.text} cannot be read from outside of its process: ask its server with kvarve storage status"
+        )
     if not (backend.can_verify if verify else backend.can_list):
         whom = f"managed by {backend.managed_by}" if backend.managed_by else "not managed here"
-        raise ConfigError(f"{url.text}: it is {whom}, and kvarve storage status shows a server's view of it")
+        raise ConfigError(
+            f"{url.text} is not supported here, as it is {whom}: kvarve storage status shows a server's view of it"
+        )
     settings = file_settings(url)
     # The capacity of a plain path is a default, not the user's.
     return settings if "://" in text else replace(settings, capacity_bytes=None)
@@ -68,8 +73,6 @@ def _place(text: str, *, verify: bool = False) -> FileSettings:
 
 def ls(url: Url, /, *, options: Ls = Ls()) -> int:
     place, out = _place(url), Printer(options.json)
-    if options.by not in ORDERS:
-        raise ConfigError(f"--by: {options.by!r} is no order; known: {', '.join(ORDERS)}")
     models = maintenance.models(place.folder)
     found = [(model, each) for model, objects in _objects(place, models) for each in objects]
     if options.group is not None:
@@ -221,7 +224,7 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
 
 def drop(url: Url, /, *, options: Drop = Drop()) -> int:
     if (options.group is not None) + (options.model is not None) + options.all != 1:
-        raise ConfigError("give one of --group, --model and --all (see kvarve storage drop --help)")
+        raise ConfigError("drop needs one of --group, --model and --all (see kvarve storage drop --help)")
     place, out = _place(url), Printer(options.json)
     models = maintenance.models(place.folder)
     report: dict[str, Any] = {"folder": str(place.folder), "dropped": False}
@@ -263,7 +266,7 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
 
 
 def _contents(place: FileSettings, out: Printer) -> maintenance.Contents:
-    """What the folder has; its damage is told."""
+    """What the folder has; its damage is printed."""
     contents = maintenance.contents(place.folder)
     for damage in contents.damaged:
         out.say(damage)
@@ -284,7 +287,7 @@ def _the_one(place: FileSettings, kind: str, begins: str, known: set[str]) -> st
     problem = f"no {kind} begins with {begins!r}"
     if found:
         problem = f"several {kind}s begin with {begins!r}: {', '.join(each[:16] for each in found[:4])}"
-    raise ConfigError(f"--{kind}: {problem}; kvarve storage stat {place.folder} lists them")
+    raise ConfigError(f"--{kind} must begin one name: {problem}; kvarve storage stat {place.folder} lists them")
 
 
 def _agreed(what: str, options: Drop, out: Printer) -> bool:
@@ -293,7 +296,7 @@ def _agreed(what: str, options: Drop, out: Printer) -> bool:
     if options.yes:
         return True
     if not sys.stdin.isatty():
-        raise ConfigError("nothing was dropped: say --yes to do it")
+        raise ConfigError("nothing was dropped: without a terminal it needs --yes")
     print("Do it? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() in ("y", "yes"):
         return True

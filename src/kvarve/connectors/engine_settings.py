@@ -26,7 +26,7 @@ _URL = "a URL, such as 'file:///var/kvarve?capacity=100GiB', or a list of URLs, 
 def _urls(given: Any) -> tuple[str, ...]:
     urls = [given] if isinstance(given, str) else given
     if not isinstance(urls, list | tuple) or not urls or not all(isinstance(url, str) and url for url in urls):
-        raise ConfigError(f"{shown(repr(given))} is no storage; it has to be {_URL}")  # it may hold a password
+        raise ConfigError(f"{shown(repr(given))} is no storage; it must be {_URL}")  # it may hold a password
     parse_urls(urls)
     return tuple(urls)
 

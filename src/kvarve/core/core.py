@@ -272,8 +272,8 @@ class Core:
 
     def attach(self, back_up: bool = False, again: bool = False) -> None:
         """Attach a storage, in place of any other, of whose content nothing is known. With `back_up`, all pages in
-        memory are dirty, whatever the write policy. `again`: the same storage answers again, and gets the pages that it
-        missed by the policy."""
+        memory are dirty, whatever the write policy. `again`: the same storage answers again, and
+        receives the pages that it missed by the policy."""
         if not self.backups.dirty.has_host:
             raise ConfigError("storage needs a host tier, through which its pages travel")
         if not again:
@@ -323,7 +323,7 @@ class Core:
             self.context.tell.add(self.hot)
 
     def tell(self) -> PageEvents:
-        """From now on what enters and leaves each tier is told, beginning with what is there."""
+        """Report from now on what enters and leaves each tier, beginning with what is there."""
         if self.page_events is None:
             self.page_events = PageEvents(self.context, self.slot_pools, self.tree, self.storage)
             self.page_events.tell_all()

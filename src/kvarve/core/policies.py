@@ -11,7 +11,8 @@ from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
-from kvarve.pages.field_checks import require, require_types
+from kvarve.errors import ConfigError
+from kvarve.pages.field_checks import require_types
 
 
 class WritePolicy(Enum):
@@ -147,8 +148,10 @@ class Policies:
 
     def __post_init__(self) -> None:
         require_types(self)
-        for name, (condition, holds) in _LIMITS.items():
-            require(bool(holds(value := getattr(self, name))), name, condition, value)
+        given = {name: getattr(self, name) for name in _LIMITS}
+        wrong = [name for name, (_, holds) in _LIMITS.items() if not holds(given[name])]
+        if wrong:  # all at once
+            raise ConfigError("; ".join(f"{name} must be {_LIMITS[name][0]}, got {given[name]!r}" for name in wrong))
 
     @cached_property
     def write(self) -> WritePolicy:

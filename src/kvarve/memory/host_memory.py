@@ -25,8 +25,8 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, device: torch.device, cudart: Any = None, region: HostRegion | None = None) -> None:
-        """`cudart`: the CUDA runtime, torch's unless given. `region`: memory that is there already; anonymous memory
-        unless given. ConfigError: there is not so much."""
+        """`cudart`: the CUDA runtime, torch's by default. `region`: memory that is there already; anonymous
+        memory by default. ConfigError: there is not so much."""
         try:
             self.region = region or HostRegion(memoryview(_kept(nbytes)))
         except (OSError, ValueError, OverflowError) as e:

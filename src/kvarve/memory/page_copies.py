@@ -54,7 +54,7 @@ class DeviceCopies:
     """Copies pages of all pools. `load` and `save` may run at once, each in one thread at a time."""
 
     def __init__(self, device: Sequence[NearArena], host: Sequence[HostArena], move: Move | None = None) -> None:
-        """`move`: `by_piece` or `by_gather`, by the device unless given."""
+        """`move`: `by_piece` or `by_gather`, by default as the device needs."""
         self._where = device[0].device
         self._torch: Any = torch.cuda if self._where.type == "cuda" else torch.cpu  # whose streams do nothing
         self._device, self._host = device, host

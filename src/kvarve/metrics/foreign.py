@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's metrics from kvarve's numbers, so that dashboards made for these show a server of ours.
+"""vLLM's and SGLang's metrics from kvarve's numbers, so that dashboards made for these show a server of kvarve.
 
 kvarve has no connector that vLLM's names tell from its cache: its device is vLLM's own cache, its host and storage are
 what an offloading connector has, the host as primary tier. The host of SGLang's HiCache is ours, its storage too; a

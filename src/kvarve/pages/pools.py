@@ -153,8 +153,8 @@ def check_grid(page_tokens: int, chunk_tokens: int) -> None:
     require(chunk_tokens > 0, "chunk_tokens", "at least 1", chunk_tokens)
     if chunk_tokens % page_tokens:
         raise ConfigError(
-            f"a page of {page_tokens} tokens does not fit the model's prefill grid of {chunk_tokens}: choose a page "
-            f"size that divides {chunk_tokens}"
+            f"a page of {page_tokens} tokens does not fit the model's prefill grid of {chunk_tokens}: its size must "
+            f"divide {chunk_tokens}"
         )
 
 

@@ -32,9 +32,9 @@ def parse_size(text: str) -> int:
     unit = match[2].lower() or "b" if match else ""
     if match is None or unit not in _BYTES_PER_UNIT:
         known = ", ".join(_BINARY + _DECIMAL[1:])
-        raise ConfigError(f"{text!r} is not a size: write a number and one of {known}, such as 10GiB")
+        raise ConfigError(f"{text!r} cannot be read as a size: write a number and one of {known}, such as 10GiB")
     if (size := int(Fraction(match[1]) * _BYTES_PER_UNIT[unit])) >> 63:
-        raise ConfigError(f"{text!r} is too large: a size is below {1 << 13} PiB")
+        raise ConfigError(f"{text!r} is too large: a size must be below {1 << 13} PiB")
     return size
 
 

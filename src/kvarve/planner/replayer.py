@@ -255,7 +255,7 @@ class Replica:
             pass
 
     def _step(self) -> bool:
-        """Begin the copies that the core asks for; answers whether any has ended at once."""
+        """Begin the copies that the core asks for; returns whether any has ended at once."""
         ended = [end for each in self.core.take() if not isinstance(each, Hurry) for end in self._begin(each)]
         self.core.step(ended, self._clock.now)
         return bool(ended)

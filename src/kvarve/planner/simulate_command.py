@@ -54,14 +54,14 @@ def main(
     check_file("--json", json)
     if sweep is None:
         if not settings.device_memory:
-            raise ConfigError("--device-memory is required, or --sweep, which tries many sizes")
+            raise ConfigError("simulate needs --device-memory, or --sweep, which tries many sizes")
         with _progress(trace) as (progress, task):
             report = replay(trace, settings, limit=limit, advance=_advance(progress, task))
         Console(quiet=is_stdout(json)).print(_table(report, settings))
         write_json(json, {"config": asdict(settings), **report.as_json()})
         return 0
     if settings.policies.eviction != SETTINGS.policies.eviction:
-        raise ConfigError("--sweep tries all eviction orders: leave out --eviction")
+        raise ConfigError("--sweep cannot go with --eviction: it tries all orders")
     _check_untimed("--sweep", settings)
     tier = swept(settings)
     _check_picture("--sweep", sweep, "simulate --sweep")
@@ -96,7 +96,7 @@ def plan(
     if not settings.device_memory:
         raise ConfigError("--device-memory must be given: the memory for pages that each replica has beside the model")
     if settings.host_memory or settings.storage_memory:
-        raise ConfigError("kvarve plan finds the host memory and the storage: leave out their sizes")
+        raise ConfigError("kvarve plan cannot go with sizes of host memory and storage: it finds them")
     _check_untimed("kvarve plan", settings)
     with _progress(trace) as (progress, task):
         requests, settings = _read(trace, settings, limit, progress, task)
@@ -142,7 +142,7 @@ def _check_picture(option: str, path: Path, command: str) -> None:
 
 def _check_untimed(what: str, settings: SimulationConfig) -> None:
     if settings.prefill_tokens_per_s:
-        raise ConfigError(f"{what} counts hits, not seconds: leave out --prefill-tokens-per-s and the speeds of copies")
+        raise ConfigError(f"{what} cannot go with --prefill-tokens-per-s and speeds of copies: it counts hits")
 
 
 def _share(text: str) -> float:

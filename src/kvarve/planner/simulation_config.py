@@ -83,18 +83,20 @@ class SimulationConfig:
                     + (", or give storage bytes per s" if name in WAITING else "")
                 )
         if not self.block_tokens:
-            raise ConfigError("a block has at least one token")
+            raise ConfigError("block_tokens must be at least 1, got 0")
         if self.grid % self.page_tokens:
-            raise ConfigError(f"chunks of {self.grid} tokens do not consist of pages of {self.page_tokens}")
+            raise ConfigError(f"chunks of {self.grid} tokens must be whole pages of {self.page_tokens}")
         given = [name for name in SIZES if getattr(self, name) != getattr(type(self), name)]
         if given and self.model is not None:
-            raise ConfigError(f"the model says its {given[0].replace('_', ' ')}: give one of the two")
+            raise ConfigError(f"the model says its {given[0].replace('_', ' ')}: it cannot be given too")
         if self.model is None and self.dtype != "auto":
-            raise ConfigError("dtype is for a model: give a model too")
+            raise ConfigError("dtype needs a model: give a model too")
         if bool(self.window_tokens) != bool(self.window_bytes_per_token):
             raise ConfigError("a window needs both: its tokens and the bytes that it keeps per token")
         if not self.pools:
-            raise ConfigError("nothing to cache: give KV bytes per token, a window, or the bytes of a state")
+            raise ConfigError(
+                "a replay needs something to cache: KV bytes per token, a window, or the bytes of a state"
+            )
         if self.storage_memory and not self.host_memory:
             raise ConfigError(NO_HOST)
         if self.storage_bytes_per_s and not self.storage_memory:
@@ -103,13 +105,13 @@ class SimulationConfig:
             raise ConfigError("a speed of the host needs a host: give host memory too")
         if self.late and not self.prefill_tokens_per_s:
             raise ConfigError(
-                "copies that take time are waited for instead of computing: give prefill tokens per s too"
+                "copies that take time need prefill tokens per s: they are waited for instead of computing"
             )
         if not self.replicas:
-            raise ConfigError("at least one replica serves")
+            raise ConfigError("replicas must be at least 1, got 0")
         require(self.routing in get_args(Routing), "routing", f"one of {', '.join(get_args(Routing))}", self.routing)
         if self.routing != "prefix" and self.replicas == 1:
-            raise ConfigError("one replica gets all requests: give replicas too, or leave routing out")
+            raise ConfigError("routing needs several replicas: one has all requests")
         if self.device_memory:
             self.core()
 

@@ -94,7 +94,7 @@ def sweep(
             done()
         yield Point(share, getattr(given, f"{tier.name.lower()}_memory"), hit, load.bound(given))
     if not found:
-        raise ConfigError("the trace is too small: even memory for all of its pages is too little for this model")
+        raise ConfigError("the trace must be larger: even memory for all of its pages is too little for this model")
 
 
 def pays_until(points: Sequence[Point]) -> Point:

@@ -67,7 +67,7 @@ def read_trace(path: Path, block_tokens: int, advance: Advance = lambda done, si
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"trace {path}, line {line}: {e}") from e
     if parse is None:
-        raise ConfigError(f"trace {path} holds no requests")
+        raise ConfigError(f"trace {path} must hold requests, and has none")
 
 
 def block_size(path: Path, page_tokens: int) -> int | None:

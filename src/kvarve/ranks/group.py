@@ -176,7 +176,7 @@ class Group(Agreement):
     def fail(self, why: str, stuck: bool = False, gone: Collection[int] = ()) -> str:
         """This rank cannot go on: tell the others; the text says which rank is at fault. The group has ended then.
 
-        `stuck`: it has waited for the others in vain, so that one that is dead or says nothing is at fault. `gone`: one
+        `stuck`: it has waited for the others in vain, so that one that is dead or silent is at fault. `gone`: one
         of these is, as they have closed their links.
         """
         if self._ended:

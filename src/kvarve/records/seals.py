@@ -112,7 +112,7 @@ def seal_of(key_file: Path | str | None) -> Seal:
         raise ConfigError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(about.st_mode) or len(key) != KEY_BYTES:
         how = f"head -c {KEY_BYTES} /dev/urandom"
-        raise ConfigError(f"{where} is no file of {KEY_BYTES} random bytes, such as {how} makes")
+        raise ConfigError(f"{where} must be a file of {KEY_BYTES} random bytes, such as {how} makes")
     if about.st_uid not in (0, os.geteuid()) or about.st_mode & 0o077:
-        raise ConfigError(f"{where} can be read or replaced by other users: give it to this user alone, with chmod 600")
+        raise ConfigError(f"{where} can be read or replaced by other users, and must be for this user alone: chmod 600")
     return Tag(key)

@@ -47,8 +47,8 @@ class Verify:
     """Model to prove: builtin:... or a folder with config.json"""
     dtype: Dtype = "auto"
     """Type in which the model computes; auto takes the checkpoint's"""
-    device: str = "cpu"
-    """Device to compute on, as torch names it"""
+    device: Literal["auto", "cpu", "cuda"] | str = "auto"
+    """Device to compute on, as torch names it; auto takes a GPU if torch can use one"""
     page_tokens: PositiveInt = 64
     """Tokens of a page; --chunk-tokens must be a multiple of it"""
     chunk_tokens: PositiveInt = 256

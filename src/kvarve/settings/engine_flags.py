@@ -1,6 +1,6 @@
 """What people of SGLang and vLLM call things: flags of `serve`, and storage backends. Plain data and its conversion.
 
-A flag of theirs becomes one of ours, is explained in a line, or is refused in one, so that a command that people have
+A flag of theirs becomes one of kvarve, is explained in a line, or is refused in one, so that a command that people have
 either means the same here or says why not.
 """
 
@@ -145,7 +145,7 @@ def translated(words: Iterable[str], device_memory: int, note: Callable[[str], N
             continue
         if not given and not flag.switch:
             if not left:
-                raise ConfigError(f"{name}: expected a value")
+                raise ConfigError(f"{name} needs a value")
             value = left.pop(0)
         if name in (BACKEND, EXTRA, RATIO):
             theirs[name] = value
@@ -167,9 +167,9 @@ def _together(theirs: Mapping[str, str], ours: list[str], device_memory: int) ->
         try:
             ratio = Fraction(theirs[RATIO])
         except (ValueError, ZeroDivisionError):
-            raise ConfigError(f"{RATIO}: {theirs[RATIO][:40]!r} is not a number") from None
+            raise ConfigError(f"{RATIO} must be a number, got {theirs[RATIO][:40]!r}") from None
         if not 0 <= ratio <= 1 << 20:
-            raise ConfigError(f"{RATIO}: {theirs[RATIO][:40]!r} is no ratio of host memory to device memory")
+            raise ConfigError(f"{RATIO}: {theirs[RATIO][:40]!r} must be a ratio of host memory to device memory")
         found += ["--host-memory", f"{int(ratio * device)}B"]
     if EXTRA in theirs and BACKEND not in theirs:
         raise ConfigError(f"{EXTRA} needs {BACKEND}, of which it is the config")
@@ -193,7 +193,7 @@ def _device_bytes(ours: list[str], default: int) -> int:
     if text := os.environ.get("KVARVE_SERVE_DEVICE_MEMORY"):
         return parse_size(text)
     if any(word.partition("=")[0] == "--config" for word in ours):
-        raise ConfigError(f"{RATIO}: give --device-memory beside it, of which it is the ratio, or --host-memory")
+        raise ConfigError(f"{RATIO} needs --device-memory beside it, of which it is the ratio; or give --host-memory")
     return default
 
 
@@ -248,14 +248,14 @@ _EXAMPLE = """'{"path": "/var/kvarve", "capacity": "100GiB"}'"""
 
 
 def storage_url(backend: str, extra: str | None) -> str:
-    """The storage that SGLang's `hicache_storage_backend` and its extra config (JSON) name; a URL of ours is itself.
+    """The storage that SGLang's `hicache_storage_backend` and its extra config (JSON) name; a URL of kvarve is itself.
 
-    ConfigError for a backend that there is none of, and for a key of the config that says nothing here.
+    ConfigError for a backend that there is none of, and for a key of the config that has no meaning here.
     """
     given = _config(extra)
     if "://" in backend:
         if given:
-            raise ConfigError("a storage that is given as a URL says everything in it: leave out the extra config")
+            raise ConfigError("a storage that is given as a URL cannot have an extra config: the URL says everything")
         return backend
     if backend == "file":
         path = _taken(given, "path", "")
@@ -263,7 +263,7 @@ def storage_url(backend: str, extra: str | None) -> str:
     if backend == "hf3fs":
         path = _taken(given, "path", "") or _taken(given, "file_path_prefix", "")
         if not path or "capacity" not in given:
-            raise ConfigError(f"hf3fs: the extra config says a folder and how much it may hold, such as {_EXAMPLE}")
+            raise ConfigError(f"hf3fs: the extra config must say a folder and how much it may hold, such as {_EXAMPLE}")
         known = {"capacity": _taken(given, "capacity", "")}
         if "metadata" in given:  # where several processes share it
             known["metadata"] = _taken(given, "metadata", "")
@@ -275,7 +275,7 @@ def storage_url(backend: str, extra: str | None) -> str:
             found["segment"] = f"{found['segment']}B"
         return _url(f"mooncake://{quote(master, safe=':[]')}", found, given)
     raise ConfigError(
-        f"there is no storage {backend!r}: file, mooncake and hf3fs have these names, others are URLs, "
+        f"unknown storage {backend!r}: file, mooncake and hf3fs have these names, others are URLs, "
         "such as redis://HOST:6379"
     )
 
@@ -286,12 +286,12 @@ def _config(extra: str | None) -> dict[str, Any]:
     try:
         given = json.loads(extra)
     except (ValueError, RecursionError):
-        raise ConfigError(f"the extra config is not JSON: write it as in {_EXAMPLE}") from None
+        raise ConfigError(f"the extra config must be JSON, as in {_EXAMPLE}") from None
     if not isinstance(given, dict) or not all(isinstance(value, str | int | float) for value in given.values()):
-        raise ConfigError(f"the extra config is an object of texts and numbers, as in {_EXAMPLE}")
+        raise ConfigError(f"the extra config must be an object of texts and numbers, as in {_EXAMPLE}")
     for name, flag in _PREFETCH.items():
         if name in given:
-            raise ConfigError(f"the extra config's {name} is the flag {flag} of kvarve serve")
+            raise ConfigError(f"the extra config's {name} is the flag {flag} of kvarve serve, and cannot stand here")
     return given
 
 
@@ -301,12 +301,12 @@ def _taken(given: dict[str, Any], name: str, default: str) -> str:
 
 def _path(path: str) -> str:
     if path and not path.startswith("/"):
-        raise ConfigError(f"the extra config's path {path!r} does not begin with a slash")
+        raise ConfigError(f"the extra config's path {path!r} must begin with a slash")
     return quote(path)
 
 
 def _url(place: str, parameters: dict[str, str], left: dict[str, Any]) -> str:
     if left:
         known = ", ".join([*_FOLDER, "master_server_address", *_MOONCAKE])
-        raise ConfigError(f"the extra config's {min(left)[:40]!r} says nothing here; known: {known}")
+        raise ConfigError(f"the extra config's {min(left)[:40]!r} is unknown; known: {known}")
     return place + ("?" + urlencode(parameters, safe=":/,") if parameters else "")

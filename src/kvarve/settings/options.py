@@ -199,7 +199,7 @@ def _read(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) ->
 
 def reads_as(command: str, own: Collection[str], told: dict[str, str]) -> Callable[..., None]:
     """For a command that has the options of another and some of its `own`: the others' values come from where that
-    command's do. `told` gets the source of each: "default", "flag", "$VARIABLE" or the file."""
+    command's do. `told` receives the source of each: "default", "flag", "$VARIABLE" or the file."""
 
     def read(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         found = (each for each in arguments if _setting(each) not in own)
@@ -230,7 +230,7 @@ def _fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) ->
     variables = [f"{prefix}{name.upper()}" for name in options]
     for variable in os.environ:
         if variable.startswith(prefix) and variable not in variables:
-            raise ConfigError(f"${variable} is the variable of no option{closest(variable, variables)}")
+            raise ConfigError(f"${variable} is an unknown variable{closest(variable, variables)}")
     Env(prefix, command=False)(app, commands, arguments)
     config = options.pop("config")
     if config.tokens:
@@ -252,17 +252,17 @@ def _fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) ->
 
 def _settings(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
-        raise ConfigError(f"--config: {path!r} is not a file")
+        raise ConfigError(f"--config must be a file, got {path!r}")
     try:
         with Path(path).open("rb") as file:
             content = file.read(FILE_BYTES + 1)
         if len(content) > FILE_BYTES:
-            raise ConfigError(f"{path}: a config file has at most {format_size(FILE_BYTES)}")
+            raise ConfigError(f"{path}: a config file must have at most {format_size(FILE_BYTES)}")
         settings = tomllib.loads(content.decode())
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}") from None
     except ValueError as e:
-        raise ConfigError(f"{path}: not TOML: {e}") from None
+        raise ConfigError(f"{path}: a config file must be TOML: {e}") from None
     if tables := [key for key, value in settings.items() if isinstance(value, dict)]:
-        raise ConfigError(f"{path}: {tables[0]!r} is a table: give settings without a heading, such as port = 8000")
+        raise ConfigError(f"{path}: {tables[0]!r} is a table: settings must have no heading, such as port = 8000")
     return settings

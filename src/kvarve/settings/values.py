@@ -103,7 +103,7 @@ def read_settings(kind: type[T], values: Mapping[str, Any], where: str) -> T:
             elif field.name in found:
                 given[field.name] = found[field.name]
             elif default is MISSING:
-                raise ConfigError(f"{field.name!r} is missing: give {known[field.name].words}")
+                raise ConfigError(f"{field.name!r} is missing: it must be {known[field.name].words}")
         return kind(**given)
     except ConfigError as e:
         raise ConfigError(f"{where}: {e}") from None
@@ -115,5 +115,5 @@ def _read(value: Any, form: Form, what: str) -> Any:
     except ConfigError as e:
         raise ConfigError(f"{what}: {e}") from None
     if not form.takes(value) or not form.holds(found):
-        raise ConfigError(f"{what} is {value!r}; it has to be {form.words}")
+        raise ConfigError(f"{what} is {value!r}; it must be {form.words}")
     return found

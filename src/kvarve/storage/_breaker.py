@@ -247,7 +247,7 @@ class Breaker(Storage):
         return call
 
     def _leave(self, call: _Call, *, trouble: str = "", known: str | None = None) -> None:
-        """Learn from how a call ended; one that began before the last change of state says nothing of now."""
+        """Learn from how a call ended; one that began before the last change of state does not count."""
         with self._lock:
             changed = bool(trouble) and self._look_for_hung_calls()  # it may have ended itself at its deadline
             past = call.hung or call.started < self.since

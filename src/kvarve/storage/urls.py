@@ -41,7 +41,7 @@ def parse_time(written: str) -> float:
     """The seconds meant by 90s, 30m, 12h, 7d or 2w; ConfigError for anything else."""
     match = _TIME.fullmatch(written)
     if match is None:
-        raise ConfigError(f"{written} is not a time: write 90s, 30m, 12h, 7d or 2w")
+        raise ConfigError(f"{written} cannot be read as a time: write 90s, 30m, 12h, 7d or 2w")
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -72,8 +72,11 @@ class StorageUrl:
     def size_bytes(self, parameter: str) -> int:
         """The size that `parameter` gives; ConfigError when it is missing or not one above zero."""
         if parameter not in self.parameters:
-            raise ConfigError(f"{self.text}: say how much it may hold, as in ?{parameter}={DEFAULT_CAPACITY}")
-        size_bytes = parse_size(self.parameters[parameter])
+            raise ConfigError(f"{self.text}: it must say how much it may hold, as in ?{parameter}={DEFAULT_CAPACITY}")
+        try:
+            size_bytes = parse_size(self.parameters[parameter])
+        except ConfigError as e:
+            raise ConfigError(f"{self.text}: {parameter}: {e}") from None
         if size_bytes <= 0:
             raise ConfigError(f"{self.text}: {parameter} must be above zero, such as {DEFAULT_CAPACITY}")
         return size_bytes
@@ -89,13 +92,13 @@ class StorageUrl:
     def yes(self, parameter: str, *, default: bool) -> bool:
         written = self.parameters.get(parameter, "yes" if default else "no")
         if written not in (*_YES, *_NO):
-            raise ConfigError(f"{self.text}: {parameter}={written} is neither yes nor no")
+            raise ConfigError(f"{self.text}: {parameter}={written} must be yes or no")
         return written in _YES
 
     def whole_number(self, parameter: str) -> int:
         written = self.parameters[parameter]
         if not written.isascii() or not written.isdigit() or len(written) > 4:
-            raise ConfigError(f"{self.text}: {parameter}={written} is not a number from 1 to 9999")
+            raise ConfigError(f"{self.text}: {parameter}={written} must be a number from 1 to 9999")
         return int(written)
 
 
@@ -103,7 +106,7 @@ def host_and_port(place: str, port: int, source: str) -> tuple[str, int]:
     """The host of a place, an IPv6 address in brackets, and its port, or this one. ConfigError quotes the `source`."""
     match = _PLACE.fullmatch(place)
     if match is None or not 0 < int(match[2] or port) < 1 << 16:
-        raise ConfigError(f"{source}: {place!r} is not host:port")
+        raise ConfigError(f"{source}: {place!r} must be host:port")
     return match[1], int(match[2] or port)
 
 
@@ -152,7 +155,7 @@ def _entry_points() -> dict[str, EntryPoint]:
         other = found.setdefault(point.name, point)
         if other.value != point.value:
             raise ConfigError(
-                f"two packages want {point.name}:// for themselves, {other.value} and {point.value}: uninstall one"
+                f"{point.name}:// must be of one package, and {other.value} and {point.value} want it: uninstall one"
             )
     return found
 
@@ -166,7 +169,7 @@ def _backend(scheme: str) -> type[Backend] | None:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{point.value}, which serves {scheme}://, cannot be loaded: {error}") from error
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
-        raise ConfigError(f"{point.value}, which serves {scheme}://, is no kvarve.storage.Backend")
+        raise ConfigError(f"{point.value}, which serves {scheme}://, must be a kvarve.storage.Backend")
     return backend
 
 
@@ -181,10 +184,10 @@ def parse_url(text: str) -> StorageUrl:
     """Parse a setting; the disk is not accessed. ConfigError if it names no storage."""
     told = shown(text)
     if not text.isprintable() or not text:
-        raise ConfigError(f"{told!r} is not a storage: {_known_schemes()}")
+        raise ConfigError(f"{told!r} cannot be a storage: {_known_schemes()}")
     if "://" not in text:
         if not text.startswith("/"):
-            raise ConfigError(f"{told!r} is neither an absolute path nor a storage URL: {_known_schemes()}")
+            raise ConfigError(f"{told!r} must be an absolute path or a storage URL: {_known_schemes()}")
         if "?" in text:
             raise ConfigError(f"{told!r}: parameters need a URL: write file://{text}")
         return StorageUrl(text, "file", "", text, {"capacity": DEFAULT_CAPACITY})
@@ -193,28 +196,28 @@ def parse_url(text: str) -> StorageUrl:
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
     except ValueError as error:
         why = "" if told != text else f": {error}"  # which may quote a password
-        raise ConfigError(f"{told!r} is not a URL{why}") from None
+        raise ConfigError(f"{told!r} cannot be read as a URL{why}") from None
     secrets, at, place = parts.netloc.rpartition("@")
     rest = text.partition("://")[2]
     if not rest.startswith("/") and "@" in rest[len(parts.netloc) :]:  # before any error that quotes a part
-        raise ConfigError(f"{told!r}: a password has / written as %2F, ? as %3F, # as %23 and @ as %40")
+        raise ConfigError(f"{told!r}: a password must have / written as %2F, ? as %3F, # as %23 and @ as %40")
     backend = _backend(parts.scheme)
     if backend is None:
-        raise ConfigError(f"{told!r}: there is no storage of the kind {parts.scheme!r}; {_known_schemes()}")
+        raise ConfigError(f"{told!r}: unknown storage {parts.scheme!r}; {_known_schemes()}")
     if parts.fragment or text.endswith("#"):
-        raise ConfigError(f"{told!r}: a # in a path or a password is written %23")
+        raise ConfigError(f"{told!r}: a # in a path or a password must be written %23")
     parameters = dict(pairs)
     for name, _ in pairs:
         if name not in (names := {*backend.parameters, "compress"}):
             known = ", ".join(sorted(names))
             raise ConfigError(f"{told!r}: unknown parameter {name!r}; {parts.scheme} knows: {known}")
     if len(parameters) < len(pairs):
-        raise ConfigError(f"{told!r}: a parameter is given twice")
+        raise ConfigError(f"{told!r}: a parameter cannot be given twice")
     if at and not backend.secrets:
-        raise ConfigError(f"{told!r}: a {parts.scheme} URL has no user and no password")
+        raise ConfigError(f"{told!r}: a {parts.scheme} URL cannot have a user or a password")
     compress = parameters.pop("compress", COMPRESS[0])
     if compress not in COMPRESS:
-        raise ConfigError(f"{told!r}: compress is {', '.join(COMPRESS[:-1])} or {COMPRESS[-1]}, not {compress!r}")
+        raise ConfigError(f"{told!r}: compress must be {', '.join(COMPRESS[:-1])} or {COMPRESS[-1]}, not {compress!r}")
     user, colon, password = secrets.partition(":")
     path = unquote(parts.path)
     if parts.scheme == "file" and not parts.netloc and not path:
@@ -231,26 +234,26 @@ def state_folder() -> Path:
     try:
         return Path.home() / ".local" / "state" / "kvarve"
     except RuntimeError as error:
-        raise ConfigError(f"a storage of this user has no place ({error}): name a folder") from None
+        raise ConfigError(f"a storage of this user needs a folder ({error}): name one") from None
 
 
 def parse_urls(setting: str | Sequence[str]) -> tuple[StorageUrl, ...]:
     """Parse one setting or several; ConfigError also if two of them are one place."""
     urls = tuple(map(parse_url, [setting] if isinstance(setting, str) else setting))
     if not urls:
-        raise ConfigError(f"no storage is named: {_known_schemes()}")
+        raise ConfigError(f"a storage must be named: {_known_schemes()}")
     places: dict[tuple[str, ...], StorageUrl] = {}
     for url in urls:
         path = str(Path(url.path).resolve()) if url.scheme == "file" and "\0" not in url.path else url.path
         other = places.setdefault((url.scheme, url.place, path), url)
         if other is not url:
-            raise ConfigError(f"{url.text} is the same place as {other.text}: two tiers are two places")
+            raise ConfigError(f"{url.text} is the same place as {other.text}: two tiers must be two places")
     return urls
 
 
 def _plain(url: StorageUrl) -> Wrap:
     if url.compress != COMPRESS[0]:
-        raise ConfigError(f"{url.text}: nothing that can be compressed is stored here: leave out compress")
+        raise ConfigError(f"{url.text}: compress is not supported, as nothing here can be compressed: leave it out")
     return lambda storage: storage
 
 

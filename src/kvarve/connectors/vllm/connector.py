@@ -5,7 +5,7 @@
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"host_memory": "16GiB"}}'
 
 vLLM makes two of it: one in the scheduler's process, which plans (`block_plan.py`), and one in the worker's, which
-copies. What the worker finds when it gets the engine's tensors (the model's identity, the slots of the host) goes to
+copies. What the worker finds in the engine's tensors (the model's identity, the slots of the host) goes to
 the scheduler once, as the handshake; after that orders go down with each step, and reports come up.
 
 Loads run between steps: loading within a step would be wrong for recurrent states, which vLLM moves to the running

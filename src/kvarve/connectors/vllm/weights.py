@@ -46,7 +46,7 @@ def adapter_now(worker: Any, request: Any, others: Iterable[int] = ()) -> str:
     weights have equal digests in all engines.
 
     If need be the adapter is loaded, as vLLM would do in the request's first step: then it would be too late. None of
-    the `others` is pushed out for it, of which vLLM's own order of use says nothing.
+    the `others` is pushed out for it, of which vLLM's own order of use knows nothing.
     """
     try:
         manager = worker.model_runner.lora_manager

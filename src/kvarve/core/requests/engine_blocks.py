@@ -170,7 +170,7 @@ class EngineBlocks(Resumption):
                 self._residency.mark_bad(run, self._hosts[part.pool], local)
 
     def _copied(self, op: Op) -> None:
-        """The pages are in the engine's blocks, and none in slots of ours."""
+        """The pages are in the engine's blocks, and none in the slots of kvarve."""
 
     def backed_up(self, op: Op, outcomes: list[PartOutcome]) -> None:
         if op.lease is None:

@@ -142,7 +142,7 @@ def cut(
     rows: Sequence[int] = (),
 ) -> Cut | None:
     """Cut `budget` bytes for pools whose slots take `sizes` bytes, of which each needs `fewest`. `shares`: the part of
-    the bytes that each pool is likely to have; equal ones unless given. `unit`: slots begin at multiples of it and fill
+    the bytes that each pool is likely to have; equal ones by default. `unit`: slots begin at multiples of it and fill
     their extent; of single bytes they leave a rest. `most`: slots that a pool may have, rounded up to whole extents.
     `granule`: the bytes that the driver moves at once, so extents are multiples of it. `rows`: how many slots of a
     pool fill whole granules, one behind the other whatever the unit is; 0: its slots lie by units. None if so few bytes

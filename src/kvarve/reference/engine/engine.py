@@ -207,7 +207,7 @@ class Engine(Turns):
         self.cache.shutdown(left_s, store=not self.broken)
 
     def ends(self, within_s: float) -> bool:
-        """Wait until it is told to shut down; False after `within_s`."""
+        """Wait until `shutdown` is called; False after `within_s`."""
         return self._stopping.wait(within_s)
 
     def follow(self) -> str:

@@ -4,15 +4,21 @@ A model is built from its config on torch's meta device, where tensors have shap
 are described in seconds, and no weight is read.
 """
 
+import hashlib
 import importlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
@@ -211,7 +217,7 @@ class _Opaque(Exception):
 
 
 class _Answering(TorchFunctionMode):
-    """Answers a number where a model reads a whole number out of a tensor without bytes, and where it asks which values
+    """Gives a number where a model reads a whole number out of a tensor without bytes, and where it asks which values
     are not zero, such as the experts that tokens go to, the indices of `number` + 1 values."""
 
     def __init__(self, number: int) -> None:
@@ -352,8 +358,7 @@ def main(options: Models) -> int:
     if options.model is not None:
         found = [describe_model(options.model, options.dtype, options.page_tokens, options.chunk_tokens)]
     else:
-        with console.status("building models without weights"):
-            found = [*survey(FAMILIES, options.page_tokens, options.chunk_tokens)]
+        found = [*_surveyed(options.page_tokens, options.chunk_tokens)]
     write_json(options.json, {"transformers": transformers.__version__, "models": [asdict(fact) for fact in found]})
     if options.model is not None:
         console.print(lines(found[0]), soft_wrap=True, markup=False, highlight=False)
@@ -363,6 +368,35 @@ def main(options: Models) -> int:
         if not fact.supported:
             console.print(f"{fact.name}: no: {fact.why}", markup=False, highlight=False)
     return 0
+
+
+def _surveyed(
+    page_tokens: int | None, chunk_tokens: int | None, families: Sequence[Family] = FAMILIES
+) -> Iterator[Facts]:
+    """The facts of all families, kept in a file of the user's cache until this code, torch or transformers change."""
+    versions = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        versions.update(source.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvarve"
+    file = cache / f"models-{page_tokens}-{chunk_tokens}-{versions.hexdigest()[:16]}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):  # it is made anew then
+        kept = json.loads(file.read_text())
+        yield from [Facts(**each | {"pools": tuple(Pool(**pool) for pool in each["pools"])}) for each in kept]
+        return
+    found, console = list[Facts](), Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("building models without weights", total=len(families))
+        for family in families:
+            progress.update(task, description=family.name)
+            found += survey([family], page_tokens, chunk_tokens)
+            progress.advance(task)
+            yield found[-1]
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        whole = file.with_suffix(f".{os.getpid()}")
+        whole.write_text(json.dumps([asdict(fact) for fact in found]))
+        whole.replace(file)
 
 
 def table(found: Iterable[Facts]) -> Table:

@@ -1,4 +1,4 @@
-"""The buffers that each cache layer of transformers keeps, and the layer of ours that replaces it.
+"""The buffers that each cache layer of transformers keeps, and kvarve's layer that replaces it.
 
 Only this module knows the cache classes of transformers, by their names, never by a model's. It knows no page and no
 pool: a layer is read token by token or whole, and gets tapes and tensors to write to.

@@ -6,6 +6,7 @@ line, raised before any weight is read if possible.
 
 import inspect
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvarve.errors import ConfigError, ModelError
+from kvarve.pages.field_checks import require
 from kvarve.pages.pools import HeadGroups, ModelIdentity, check_grid
 from kvarve.reference.engine.identity import Marks, identity_of, weights_digest
 from kvarve.reference.engine.layers import plan_layers
@@ -31,6 +34,8 @@ from kvarve.reference.engine.shards import divide, head_groups, with_groups, wit
 from kvarve.reference.engine.stepwise import make_resumable
 from kvarve.reference.engine.workspace import StateLayout, Workspace, check_pages
 from kvarve.reference.engine.wrappers import compute, model_class, own_config, require_causal
+
+log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUILTIN = Path(__file__).parent / "builtin"
@@ -168,9 +173,17 @@ def is_bare(name: str) -> bool:
     return not (folder / TOKENIZER).exists() and not _weight_files(folder)
 
 
-def check_model(name: str, *, page_tokens: int = 64, chunk_tokens: int = 256, dtype: str = "auto") -> None:
+def check_model(
+    name: str,
+    *,
+    page_tokens: int = 64,
+    chunk_tokens: int = 256,
+    dtype: str = "auto",
+    context_length: int | None = None,
+) -> None:
     """Check a model as far as possible without reading weights: raises what `load_model` would raise."""
-    _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
+    found = _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
+    _check_context(context_length, token_limit(found.config))
 
 
 def load_model(
@@ -257,33 +270,37 @@ def keeping_answers(model: LoadedModel) -> LoadedModel:
 
 def with_context(model: LoadedModel, tokens: int | None) -> LoadedModel:
     """The same model with a shorter context; ConfigError for one longer than it can attend to."""
-    if tokens is None:
-        return model
-    if tokens > model.max_tokens:
-        raise ConfigError(f"a context of {tokens} tokens is more than the {model.max_tokens} of {model.name}")
-    return replace(model, max_tokens=tokens)
+    _check_context(tokens, model.max_tokens)
+    return replace(model, max_tokens=tokens or model.max_tokens)
+
+
+def _check_context(tokens: int | None, most: int) -> None:
+    require(tokens is None or tokens <= most, "context_length", f"at most {most}, as the model can attend to", tokens)
 
 
 def with_chat_template(model: LoadedModel, template: str | None) -> LoadedModel:
-    """The model with another chat template: a file, or the text of a template. ConfigError if it is none."""
-    if template is None:
-        return model
-    text, source = template, "the text given"
-    if not any(sign in template for sign in ("{{", "{%")):
-        source, path = template, Path(template).expanduser()
-        try:
-            text = path.read_text()
-        except (OSError, ValueError) as e:
-            raise ConfigError(
-                f"--chat-template: {template}: {one_line(e)}; name a file with a Jinja template"
-            ) from None
-    model.tokenizer.chat_template = text
-    try:
-        model.render_chat([{"role": "user", "content": "a"}])
-    except ModelError as e:
-        if isinstance(e.__cause__, jinja2.TemplateSyntaxError):
-            raise ConfigError(f"--chat-template: {source} is no template: {one_line(e.__cause__)}") from None
+    """The model with another chat template, see `read_template`."""
+    if template is not None:
+        model.tokenizer.chat_template = read_template(template)
     return model
+
+
+def read_template(template: str | None) -> str | None:
+    """The text of a chat template: a file's, or the one given. ConfigError if it is none."""
+    if template is None or any(sign in template for sign in ("{{", "{%")):
+        text, source = template, "the text given"
+    else:
+        source = template
+        try:
+            text = Path(template).expanduser().read_text()
+        except (OSError, ValueError) as e:
+            why = one_line(e)
+            raise ConfigError(f"chat_template must be a file with a Jinja template, got {template}: {why}") from None
+    try:
+        _compile_jinja_template(text or "")  # with the tags that templates may have
+    except jinja2.TemplateSyntaxError as e:
+        raise ConfigError(f"chat_template must be a Jinja template, got {source}: {one_line(e)}") from None
+    return text
 
 
 @dataclass(frozen=True)
@@ -517,12 +534,29 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in listed if token is not None)
 
 
+def choose_device(device: str, nodes: Path = Path("/dev")) -> str:
+    """The device that `auto` stands for: a GPU if torch can use one, else the CPU. A GPU that only the system knows is
+    warned of."""
+    if device != "auto":
+        return device
+    if torch.cuda.is_available():
+        return "cuda"
+    if found := next((node for node in (nodes / "nvidia0", nodes / "kfd") if node.exists()), None):
+        log.warning(
+            "this machine has a GPU (%s), but this torch (%s) cannot use it, so the CPU computes: install a torch that "
+            "can (pip install torch, see https://pytorch.org), or give --device cpu to say so",
+            *(found, torch.__version__),
+        )
+    return "cpu"
+
+
 def check_device(device: str) -> None:
     """ConfigError unless torch can compute there."""
     try:
         torch.ones(1, device=device).item()  # the "meta" device holds no data
     except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise ConfigError(f"device {device!r} cannot be used: {str(e).splitlines()[0]}") from None
+        why = str(e).splitlines()[0]
+        raise ConfigError(f"device must be auto or one that torch can use, got {device!r}: {why}") from None
 
 
 def quiet_libraries() -> None:

@@ -168,7 +168,7 @@ class _Packed:
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a model's config that says nothing of quantization."""
+    """A copy of a model's config without quantization."""
     config = copy.deepcopy(config)
     for each in (config, config.get_text_config(decoder=True)):
         for key in KEYS:

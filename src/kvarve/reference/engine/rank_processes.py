@@ -79,7 +79,7 @@ class Ranks:
     """This process's part in a model that several compute: the model's sums, and the cache's group."""
 
     def __init__(self, place: Place, star: Star, device: str = "cpu", *, watched: bool | None = None) -> None:
-        """`watched`: see `computing`; where a GPU computes, unless given."""
+        """`watched`: see `computing`; by default where a GPU computes."""
         self.rank, self.ranks = place.rank, place.ranks
         self._star, self._device = star, torch.device(device)
         self.group = Group(star)
@@ -181,7 +181,7 @@ class Ranks:
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """The group ends with the block; any trouble inside is told to the other ranks."""
+        """The group ends with the block; any trouble inside reaches the other ranks."""
         try:
             yield
             if self._watch is not None:  # none ends while another one still computes

@@ -5,7 +5,7 @@ overwrites the state of those before, so a prompt computed in chunks would lose 
 does continue from the state when it gets one token, so such a layer gets one token at a time after its first chunk.
 
 A module that compresses several tokens into one entry completes it when it has all of them, which is at another step
-for each row of a batch, and it has one count of entries for all of its input. So it gets the rows one after the other,
+for each row of a batch, and it has one count of entries for all of its input. So it takes the rows one after the other,
 each with the cache of its own sequence.
 
 Models are known by their behaviour: a state of NaNs that is not read, and the module that first stores the tokens of an

@@ -56,7 +56,7 @@ class Connections:
     def __init__(
         self, most: int, clock: Callable[[], float] = time.monotonic, context: ssl.SSLContext | None = None
     ) -> None:
-        """`context`: of TLS, which each connection begins with; none unless given."""
+        """`context`: of TLS, which each connection begins with; None for none."""
         self.most, self.clock, self._context = most, clock, context
         self.closed: Counter[str] = Counter()  # by reason, since the start
         self._logged: Counter[str] = Counter()  # those that have been logged

@@ -73,47 +73,47 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     """The keys of a file. ConfigError says in one line what is wrong with it, and repeats no value of it."""
     try:
         if not path.is_file() and path.exists():  # a pipe would give its keys once, and then none
-            raise ConfigError(f"--api-keys: {path}: not a file: it is read more than once")
+            raise ConfigError(f"--api-keys must be a file, got {path}: it is read more than once")
         with path.open("rb") as file:
             content = file.read(FILE_BYTES + 1)
     except OSError as e:
-        raise ConfigError(f"--api-keys: {path}: {e.strerror}") from None
+        raise ConfigError(f"--api-keys: {path} cannot be read: {e.strerror}") from None
     if len(content) > FILE_BYTES:
-        raise ConfigError(f"{path}: a file of keys has at most {format_size(FILE_BYTES)}")
+        raise ConfigError(f"{path}: a file of keys must have at most {format_size(FILE_BYTES)}")
     try:
         given = tomllib.loads(content.decode())
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not TOML: it is not UTF-8") from None
+        raise ConfigError(f"{path}: a file of keys must be TOML: it is not UTF-8") from None
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: not TOML: {e}") from None
+        raise ConfigError(f"{path}: a file of keys must be TOML: {e}") from None
     if len(given) > MOST_KEYS:
-        raise ConfigError(f"{path}: {len(given)} keys: give at most {MOST_KEYS}")
+        raise ConfigError(f"{path}: there must be at most {MOST_KEYS} keys, got {len(given)}")
     keys = tuple(_key(str(path), name, about) for name, about in given.items())
     owner: dict[str, str] = {}
     for key in keys:
         if (other := owner.setdefault(key.sha256, key.name)) != key.name:
-            raise ConfigError(f"{path}: {other} and {key.name} are the same key: leave one of them out")
+            raise ConfigError(f"{path}: {other} and {key.name} are the same key, and must differ: leave one out")
     return keys
 
 
 def _key(path: str, name: str, about: Any) -> Key:
     where = f"{path}: key {name[:80]!r}"
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, - and _")
+        raise ConfigError(f"{where}: a name must have 1 to 64 letters, digits, - and _")
     if name in (API_KEY, ADMIN_KEY):
-        raise ConfigError(f"{where}: this is the name of the key that --{name} gives: choose another")
+        raise ConfigError(f"{where}: this is the name of the key that --{name} gives: it must be another")
     if not isinstance(about, dict):
-        raise ConfigError(f'{where}: write {name} = {{ sha256 = "..." }}, as kvarve keys new prints it')
+        raise ConfigError(f'{where}: it must be {name} = {{ sha256 = "..." }}, as kvarve keys new prints it')
     for field in about:
         if field not in _FIELDS:
             raise ConfigError(f"{where}: unknown field {field[:80]!r}{closest(field, _FIELDS)}; {', '.join(_FIELDS)}")
     if not isinstance(about.get("sha256"), str) or not _SHA256.fullmatch(about["sha256"]):
-        raise ConfigError(f"{where}: sha256 has 64 hex digits (0-9, a-f), the digest of the key")
+        raise ConfigError(f"{where}: sha256 must have 64 hex digits (0-9, a-f), the digest of the key")
     salt = about.get("salt", "salt")
     if not isinstance(salt, str) or not 0 < len(salt) <= _MOST_LETTERS or not salt.isprintable():
-        raise ConfigError(f"{where}: salt is a text of 1 to {_MOST_LETTERS} printable characters")
+        raise ConfigError(f"{where}: salt must be a text of 1 to {_MOST_LETTERS} printable characters")
     if type(about.get("admin", False)) is not bool:
-        raise ConfigError(f"{where}: admin is true or false")
+        raise ConfigError(f"{where}: admin must be true or false")
     return Key(name, **about)
 
 
@@ -145,11 +145,11 @@ class Keyring:
         flags = {key.sha256: key.name for key in self._fixed}
         for key in keys:
             if (flag := flags.get(key.sha256)) is not None:
-                raise ConfigError(f"{self._path}: {key.name} is the key that --{flag} gives: leave one of them out")
+                raise ConfigError(f"{self._path}: {key.name} must differ from --{flag}: leave one of them out")
         return self._fixed + keys
 
     def find(self, given: bytes, *, admin: bool) -> Key | None:
-        """The key that was given, if it opens this. The time says nothing about any key: all are compared."""
+        """The key that was given, if it opens this. The time depends on no key: all are compared."""
         if self._path is not None and self._clock() - self._looked_s >= LOOK_S:
             self._looked_s = self._clock()
             if _mark(self._path) != self._mark:

@@ -56,20 +56,20 @@ class KvEventsConfig:
         except (ValueError, RecursionError):
             given = None
         if not isinstance(given, dict):
-            raise ConfigError(f'{_FLAG} is JSON, such as {{"enable_kv_cache_events": true}}, not {text[:80]!r}')
+            raise ConfigError(f'{_FLAG} must be JSON, such as {{"enable_kv_cache_events": true}}, not {text[:80]!r}')
         for name, value in given.items():
             kind = _KINDS.get(name)
             if kind is None:
-                raise ConfigError(f"{_FLAG}: there is no {name[:40]!r}; known: {', '.join(_KINDS)}")
+                raise ConfigError(f"{_FLAG}: unknown setting {name[:40]!r}; known: {', '.join(_KINDS)}")
             if type(value) not in kind or (type(value) is int and not _LEAST.get(name, 1) <= value < 1 << 31):
                 raise ConfigError(f"{_FLAG}: {name} cannot be {str(value)[:80]!r}")
         config = cls(**given)
         if config.publisher not in (None, "null", "zmq"):
-            raise ConfigError(f"{_FLAG}: publisher is zmq or null, not {config.publisher!r}")
+            raise ConfigError(f"{_FLAG}: publisher must be zmq or null, not {config.publisher!r}")
         for endpoint in (config.endpoint, config.replay_endpoint):
             if endpoint and not _is_endpoint(endpoint):
                 raise ConfigError(
-                    f"{_FLAG}: {endpoint[:80]!r} is no endpoint of ZeroMQ: write tcp://*:5557, tcp://HOST:5557 or "
+                    f"{_FLAG}: {endpoint[:80]!r} must be an endpoint of ZeroMQ: write tcp://*:5557, tcp://HOST:5557 or "
                     f"ipc:///PATH"
                 )
         if config.on:

@@ -180,7 +180,7 @@ class Recent:
 
 
 class Live:
-    """The numbers of one server. The thread that samples ends when the engine is told to shut down."""
+    """The numbers of one server. The thread that samples ends when the engine shuts down."""
 
     def __init__(
         self,

@@ -141,8 +141,10 @@ class Certificate:
         try:
             context.load_cert_chain(self._chain, self._key, password=_no_password)
         except (ssl.SSLError, ValueError) as e:
-            why = "they do not belong together" if "MISMATCH" in str(e).upper() else "not a PEM certificate and its key"
-            raise ConfigError(f"--tls-cert {self._chain}, --tls-key {self._key or 'not given'}: {why}") from None
+            what = "belong together" if "MISMATCH" in str(e).upper() else "be a PEM certificate and its key"
+            raise ConfigError(
+                f"--tls-cert {self._chain}, --tls-key {self._key or 'not given'}: they must {what}"
+            ) from None
 
 
 def _no_password() -> str:
@@ -155,7 +157,7 @@ def check_hosts(names: Sequence[str]) -> None:
     for name in names:
         if name != ANY and not _NAME.fullmatch(name.lower()):
             raise ConfigError(
-                f"--allowed-host: {name[:80]!r} is no name: give it without scheme and port, such as "
+                f"--allowed-host: {name[:80]!r} must be a name without scheme and port, such as "
                 "kvarve.example.com, *.example.com, or '*' for any"
             )
 
@@ -164,10 +166,10 @@ def check_origins(origins: Sequence[str]) -> None:
     """ConfigError for what no browser sends as Origin, and for all of them: each page that may ask is named."""
     for origin in origins:
         if origin == ANY:
-            raise ConfigError("--cors-origin: every page of the web is too many: give each origin that may ask")
+            raise ConfigError("--cors-origin must be one origin, not every page of the web: give each that may ask")
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(
-                f"--cors-origin: {origin[:80]!r} is no origin: give scheme, name and port in lower case and no path, "
+                f"--cors-origin: {origin[:80]!r} must be an origin: scheme, name and port in lower case, no path, "
                 "such as https://chat.example.com"
             )
 

@@ -3,14 +3,16 @@
 import asyncio
 import errno
 import logging
-import math
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
+from itertools import chain
+from math import inf
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, cast
@@ -24,6 +26,7 @@ from kvarve.cache.worker import check
 from kvarve.core.slots.extents import Cut
 from kvarve.errors import Broken, ConfigError, StorageError
 from kvarve.metrics import parse_compat
+from kvarve.pages.field_checks import require
 from kvarve.pages.sizes import format_size
 from kvarve.ranks.group import ALL
 from kvarve.records.seals import seal_of
@@ -33,9 +36,11 @@ from kvarve.reference.engine.model import (
     LoadedModel,
     check_device,
     check_model,
+    choose_device,
     keeping_answers,
     load_model,
     quiet_libraries,
+    read_template,
     with_chat_template,
     with_context,
 )
@@ -50,9 +55,10 @@ from kvarve.reference.server.spans import Traces, check_endpoint
 from kvarve.reference.server.starting import Starting, tell_systemd
 from kvarve.reference.server.trace_out import TraceOut
 from kvarve.reports import aligned, check_file
-from kvarve.storage import StorageUsage
-from kvarve.storage.urls import parse_urls, shown
+from kvarve.storage import StorageUsage, check_storage
+from kvarve.storage.urls import shown
 from kvarve.system.heap import bound_heaps, spare_from_collection
+from kvarve.transfer.compression import compressing
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +85,17 @@ class Server:
     ) -> None:
         """`ranks`: of a model that several processes compute, of which this is rank 0. `starting`: hears its phases.
         `loaded` is called when all is loaded, before the first request."""
+        settings = replace(settings, device=choose_device(settings.device))
         self.settings, starting = settings, starting or Starting()
         check_settings(settings)
         page, chunk = settings.page_tokens, settings.chunk_tokens
-        check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
+        check_model(
+            settings.model,
+            dtype=settings.dtype,
+            page_tokens=page,
+            chunk_tokens=chunk,
+            context_length=settings.context_length,
+        )
         self.edge = edge = Edge(settings)
         with ExitStack() as undo:
             listener = undo.enter_context(bind(settings.host, settings.port))
@@ -130,7 +143,7 @@ class Server:
                 _announce(settings.ready_file, self.url)
             except OSError as e:
                 self.stop()
-                raise ConfigError(f"--ready-file: {settings.ready_file}: {e.strerror}") from None
+                raise ConfigError(f"--ready-file: {settings.ready_file} cannot be written: {e.strerror}") from None
         starting.ready(self.url)
 
     def stop(self) -> None:
@@ -332,6 +345,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         signal.signal(number, on_signal)
     if settings.api_keys is not None or settings.tls_cert is not None:  # else it ends the process, as it always does
         signal.signal(signal.SIGHUP, lambda number, frame: hung_up.set())
+    settings = replace(settings, device=choose_device(settings.device))
     check_settings(settings)
     with ExitStack() as ends:
         ranks = None
@@ -379,53 +393,83 @@ def _not_cancelled(record: logging.LogRecord) -> bool:
 
 
 def check_settings(settings: Settings) -> None:
-    """ConfigError for settings that are wrong before anything is read, bound or loaded."""
-    counts = ("page_tokens", "chunk_tokens", "max_running", "max_waiting", "turn_tokens", "max_body_bytes", "threads")
-    for name in (*counts, "context_length", "max_connections"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
-    if settings.threads is not None and settings.threads > MOST_THREADS:
-        raise ConfigError(f"{settings.threads} threads: give at most {MOST_THREADS}")
-    if not 0 <= settings.port <= 65535:
-        raise ConfigError(f"port {settings.port}: a port is a number from 0 (any free one) to 65535")
-    names = ("model", settings.model), ("model's name", settings.served_model_name)
-    for what, text in (*names, *(("storage", shown(url)) for url in settings.cache.storages)):
+    """ConfigError for settings that are wrong before anything is read, bound or loaded: all of them at once."""
+    wrong = list[str]()
+    groups = _check_numbers, _check_names, _check_access, _check_places, _check_together
+    for each in chain.from_iterable(group(settings) for group in groups):
         try:
-            (text or "").encode()
-        except UnicodeEncodeError:  # it could not be written to an answer, a metric or the log
-            raise ConfigError(f"the {what} {text!r} is no UTF-8: give it another name") from None
-    if settings.served_model_name == "":
-        raise ConfigError("the model's name cannot be empty")
-    parse_compat(settings.metrics_compat or "")
+            each()
+        except (ConfigError, StorageError) as e:
+            wrong.append(str(e))
+    if wrong:
+        raise ConfigError("; ".join(dict.fromkeys(wrong)))
+
+
+Checks = Iterator[Callable[[], object]]
+
+
+def _check_numbers(settings: Settings) -> Checks:
+    limits = dict.fromkeys(("page_tokens", "chunk_tokens", "max_running", "max_waiting", "turn_tokens"), (1, inf))
+    limits |= dict.fromkeys(("max_body_bytes", "context_length", "max_connections"), (1, inf))
+    for name, (least, most) in (limits | {"threads": (1, MOST_THREADS), "port": (0, 65535)}).items():
+        value, end = getattr(settings, name), f" and at most {most}" if most < inf else ""
+        holds = value is None or least <= value <= most
+        yield partial(require, holds, name, f"at least {least}{end}", value)
+    deadline_s, drain_s = settings.rank_deadline_s, settings.drain_s
+    yield partial(require, deadline_s > 0, "rank_deadline_s", "above 0", deadline_s)
+    yield partial(require, 0 <= drain_s < inf, "drain_s", "at least 0 and finite", drain_s)
+    first_s, words = settings.drain_at_least_s, f"from 0 to drain_s, which is {drain_s:g}"
+    yield partial(require, 0 <= first_s <= drain_s or drain_s < 0, "drain_at_least_s", words, first_s)
+    known = "exact", "rounded"
+    yield partial(require, settings.hits in known, "hits", f"one of {', '.join(known)}", settings.hits)
+
+
+def _check_names(settings: Settings) -> Checks:
+    names = ("model", settings.model), ("served_model_name", settings.served_model_name)
+    for what, text in (*names, *(("storage", shown(url)) for url in settings.storage)):
+        holds = (text or "").encode(errors="replace").decode() == (text or "")  # else no answer, metric or log has it
+        yield partial(require, holds, what, "UTF-8", text)
+    yield partial(require, settings.served_model_name != "", "served_model_name", "a text", "")
+    yield partial(parse_compat, settings.metrics_compat or "")
+
+
+def _check_access(settings: Settings) -> Checks:
     for name, key in (("API", settings.api_key), ("admin", settings.admin_key)):
         if key is not None:
-            check_key(name, key)
+            yield partial(check_key, name, key)
+    yield partial(_check_apart, settings)
+    yield partial(Edge, settings)
+
+
+def _check_apart(settings: Settings) -> None:
     if settings.admin_key is not None and settings.admin_key == settings.api_key:
         raise ConfigError("the admin key must not be the API key: every client could change the storage")
-    Edge(settings)
-    if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
-        check_ranks(settings.tp, settings.nnodes, settings.node_rank, settings.dist_init_addr, settings.device)
-    if not settings.rank_deadline_s > 0:
-        raise ConfigError(f"ranks wait for each other for some seconds, not {settings.rank_deadline_s:g}")
-    if not 0 <= settings.drain_s < math.inf:
-        raise ConfigError(f"a drain takes some seconds, or 0 for none, not {settings.drain_s:g}")
-    if not 0 <= settings.drain_at_least_s <= settings.drain_s:
-        least = settings.drain_at_least_s
-        raise ConfigError(f"drain_at_least_s must be from 0 to drain_s, which is {settings.drain_s:g}, got {least:g}")
-    if settings.hits not in ("exact", "rounded"):
-        raise ConfigError(f"unknown hits {settings.hits!r}; known: exact, rounded")
-    if settings.deterministic and settings.hits == "rounded":
-        raise ConfigError("with rounded hits an answer depends on what was cached: leave out deterministic, or rounded")
-    if settings.cache.storages:
-        parse_urls(settings.cache.storages)
-    seal_of(settings.storage_key)
+
+
+def _check_places(settings: Settings) -> Checks:
+    yield lambda: settings.cache
+    if settings.storage:
+        yield partial(check_storage, settings.storage, label=b"any", description="any", around=compressing)
+    yield partial(seal_of, settings.storage_key)
     if settings.otlp_traces_endpoint is not None:
-        check_endpoint(settings.otlp_traces_endpoint)
+        yield partial(check_endpoint, settings.otlp_traces_endpoint)
     if settings.kv_events_config is not None:
-        KvEventsConfig.of_json(settings.kv_events_config)
-    check_file("--ready-file", settings.ready_file)
-    check_device(settings.device)
+        yield partial(KvEventsConfig.of_json, settings.kv_events_config)
+    yield partial(check_file, "--ready-file", settings.ready_file)
+    yield partial(read_template, settings.chat_template)
+
+
+def _check_together(settings: Settings) -> Checks:
+    if settings.tp != 1 or settings.nnodes != 1 or settings.node_rank:
+        ranks = settings.tp, settings.nnodes, settings.node_rank
+        yield partial(check_ranks, *ranks, settings.dist_init_addr, settings.device)
+    yield partial(_check_exact, settings)
+    yield lambda: check_device(choose_device(settings.device))
+
+
+def _check_exact(settings: Settings) -> None:
+    if settings.deterministic and settings.hits == "rounded":
+        raise ConfigError("deterministic needs exact hits: with rounded ones an answer depends on what was cached")
 
 
 def _held(usage: StorageUsage) -> str:

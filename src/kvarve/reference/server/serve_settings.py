@@ -24,7 +24,8 @@ GROUPS = {
     "Requests": "max-running max-waiting turn-tokens deterministic drain-s drain-at-least-s max-body-bytes",
     "Ranks": "tp nnodes node-rank dist-init-addr rank-deadline-s",
     "Access and TLS": "host port api-key api-keys admin-key tls-cert tls-key allowed-host cors-origin max-connections",
-    "Observability": "log-level log-format metrics-compat otlp-traces-endpoint kv-events-config trace-out ready-file config",
+    "Observability": "log-level log-format metrics-compat trace-out otlp-traces-endpoint kv-events-config ready-file "
+    "config",
 }
 
 
@@ -33,7 +34,7 @@ def check_key(name: str, key: str) -> None:
     if not key.strip():
         raise ConfigError(f"an {name} key cannot be empty")
     if key != key.strip() or min(key) < " " or "\x7f" in key:
-        raise ConfigError(f"an {name} key has no spaces or line ends around it, and no control characters")
+        raise ConfigError(f"an {name} key must have no spaces or line ends around it, and no control characters")
 
 
 @FLAT
@@ -71,8 +72,8 @@ class Settings:
     other batch size causes it (rounded)"""
     dtype: Dtype = "auto"
     """Type in which the model computes; auto takes the checkpoint's"""
-    device: str = "cpu"
-    """Device to compute on, as torch names it"""
+    device: Literal["auto", "cpu", "cuda"] | str = "auto"
+    """Device to compute on, as torch names it; auto takes a GPU if torch can use one"""
     tp: int = 1
     """Processes among which the model is divided by heads; each has the memory and threads given here"""
     nnodes: int = 1

@@ -40,7 +40,7 @@ def check_endpoint(url: str) -> str:
         usable = False
     if not usable:
         raise ConfigError(
-            f"--otlp-traces-endpoint: {shown(url)!r} is not the URL of a collector that takes OTLP over HTTP, such as "
+            f"--otlp-traces-endpoint: {shown(url)!r} must be the URL of a collector that takes OTLP over HTTP, such as "
             f"http://127.0.0.1:4318"
         )
     try:

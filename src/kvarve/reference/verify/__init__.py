@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,14 @@ from kvarve.cache.worker import check
 from kvarve.errors import ConfigError
 from kvarve.pages.sizes import format_size
 from kvarve.ranks.star import Listener
-from kvarve.reference.engine.model import LoadedModel, check_device, check_model, load_model, quiet_libraries
+from kvarve.reference.engine.model import (
+    LoadedModel,
+    check_device,
+    check_model,
+    choose_device,
+    load_model,
+    quiet_libraries,
+)
 from kvarve.reference.engine.rank_processes import Place, Ranks, device_of, started, threads_of
 from kvarve.reference.verify.damage import ADVICE, damages
 from kvarve.reference.verify.proof_paths import PATHS
@@ -63,6 +70,7 @@ def main(options: Verify) -> int:
     check_file("--json", options.json)
     if options.storage is not None:
         parse_url(options.storage)
+    options = replace(options, device=choose_device(options.device))
     check_device(options.device)
     quiet_libraries()
     check_model(options.model, **_shape(options))
@@ -118,8 +126,8 @@ def _prove_on_rank(
     console: Console | None = None,
     see: Callable[[Transcript], None] = lambda _: None,
 ) -> ProofReport:
-    """One rank's proof; `see` gets the answer to the longest prompt without a cache. Any rank but the first says
-    nothing, and what it finds wrong stands in rank 0's report."""
+    """One rank's proof; `see` receives the answer to the longest prompt without a cache. Any
+    rank but the first prints nothing, and what it finds wrong stands in rank 0's report."""
     quiet_libraries()
     device = device_of(task.options.device, place)
     torch.set_num_threads(threads_of(place.ranks))

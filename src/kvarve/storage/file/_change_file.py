@@ -83,7 +83,7 @@ class Changes:
             self._seen[number + 1, 0], self._head = _STALE, None
 
     def tells(self, number: int, identity: int) -> bool:
-        """Whether a slab is told of now."""
+        """Whether the file names this slab."""
         raw = self._disk.peek(self._file, 8, (number + 1) * LINE_BYTES)
         return int.from_bytes(raw, "little") == identity
 

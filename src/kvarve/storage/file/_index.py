@@ -576,7 +576,7 @@ class Index:
 
     def reserve(self, put: Put, slot_bytes: int, count: int) -> list[RowAddress]:
         """Seize up to `count` free rows of a class, to be filled; none if there is none, or other processes are filling
-        all. A row that has had an object is told again to be free, unless this process has told that: the process that
+        all. A row that has had an object is noted as free again, unless this process has noted it: the process that
         dropped the object may have died before, and a reader would take the new bytes for it."""
         if slot_bytes in self._taken:
             return []

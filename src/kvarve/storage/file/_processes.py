@@ -69,7 +69,7 @@ def is_locked(disk: Disk, folder: Directory, number: int) -> bool:
 
 
 def seen(disk: Disk, folder: Directory, number: int) -> Seen | None:
-    """What there is of a process of this number; None if there is no such file of ours."""
+    """What there is of a process of this number; None if there is no such file of kvarve."""
     try:
         with disk.reading(folder, process_name(number)) as file:
             free = disk.lock(file, wait=False, shared=True)  # else two inspections would take each other for users

@@ -153,7 +153,7 @@ class Disk:
         return {name: it for name, it in found if not objection(it, folder.owner, folder=False)}
 
     def rename(self, folder: Directory, old: str, new: str) -> None:
-        """Replaces a file with the new name. NotOurs: that is no file of ours."""
+        """Replaces a file with the new name. NotOurs: that is no file of kvarve."""
         with suppress(FileNotFoundError):
             self._require_ours(folder, new)
         os.rename(old, new, src_dir_fd=folder.file, dst_dir_fd=folder.file)
@@ -199,7 +199,7 @@ class Disk:
     ) -> int:
         """`create`: FileExistsError if it is there. `direct`: past the page cache; OSError where that cannot be.
 
-        NotOurs: the name is no file of ours. A pipe or a device does not block the call.
+        NotOurs: the name is no file of kvarve. A pipe or a device does not block the call.
         """
         flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
         if create:

@@ -273,7 +273,7 @@ class Owner:
                 self._published = False
 
     def _hear(self, folder: Folder, engine: Engine) -> None:
-        """What others have used of ours, and found to be wrong; and tell them the same."""
+        """What others have used of this process, and found to be wrong; and tell them the same."""
         if self.map is None:
             return
         for gone in self.map.news("gone", [*self.ids]):

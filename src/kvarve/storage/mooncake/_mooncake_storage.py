@@ -274,7 +274,7 @@ class MooncakeStorage(Storage):
         return size
 
     def _remove(self, names: Sequence[str]) -> list[bool]:
-        """Whether each existed. Objects under a lease are removed by force, unless a get of ours is in flight."""
+        """Whether each existed. Objects under a lease are removed by force, unless a get is in flight here."""
         if not names:
             return []
         codes = self._client.remove(self._keys(names), force=False)

@@ -1,0 +1,57 @@
+"""Sentences that people meet, held to docs/contributing.md's style by the syntax tree: docstrings, help and errors."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import kvarve
+
+SOURCE = Path(kvarve.__file__).parent
+BANNED = re.compile(
+    r"\b(?:unless given|may be told|is told|says nothing|of any make|of ours|gets the)\b"
+    r"|^Answers (?:a|the|what|whether)\b|; answers (?!are)"  # for returns
+)
+BEGINS_BADLY = re.compile(r"(?:of|that|what|whether)\b", re.IGNORECASE)
+OF_OTHERS = re.compile(r"(?:: |=)\{\}$|^\{\}.*\(see \{\} --help\)$|^\{\}$")
+HELD = ("cli", "pages", "planner", "records", "reference/server", "reports", "settings", "storage/urls")
+CONDITION = re.compile(r"\b(?:must|needs?|unknown|cannot|not supported)\b")
+
+
+def sentences() -> Iterator[tuple[str, str, str]]:
+    """Where each stands, what it is (doc, help or error), and its text; what is put into it reads as {}."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 1)}"
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield where, "doc", node.value.value
+            elif isinstance(node, ast.keyword) and node.arg == "help":
+                yield where, "help", _text(node.value)
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ConfigError" and node.args:
+                yield where, "error", _text(node.args[0])
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    return str(node.value) if isinstance(node, ast.Constant) else "{}"
+
+
+def test_no_sentence_needs_a_second_reading() -> None:
+    found = [*sentences()]
+    assert {kind for _, kind, _ in found} == {"doc", "help", "error"} and len(found) > 3000
+    wrong = [f"{where}: {text}" for where, _, text in found if BANNED.search(" ".join(text.split()))]
+    wrong += [f"{where}: {text}" for where, kind, text in found if kind == "help" and BEGINS_BADLY.match(text)]
+    assert wrong == []
+
+
+def test_an_error_of_a_setting_says_what_must_be() -> None:
+    """NAME must be CONDITION, got VALUE; an error that ends in another's words says what could not be done in these."""
+    errors = [(where, text) for where, kind, text in sentences() if kind == "error" and where.startswith(HELD)]
+    own = [(where, text) for where, text in errors if not OF_OTHERS.search(text)]
+    assert len(own) > 90
+    assert [f"{where}: {text}" for where, text in own if not CONDITION.search(text)] == []
