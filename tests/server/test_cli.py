@@ -28,7 +28,7 @@ Run = Callable[..., tuple[int, str, str]]
 def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run `kvarve` with these words in this process: the exit code, standard output and standard error."""
     # What a process sets up for itself is pytest's here.
-    monkeypatch.setattr(main, "begin_log", lambda level: None)
+    monkeypatch.setattr(main, "begin_log", lambda level, form: None)
     monkeypatch.setattr(serve_module, "OncePerSecond", logging.Filter)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
