@@ -240,7 +240,7 @@ def test_hostile_names_are_text(page: Chrome, own_server: Server, own_client: ht
     ask(own_client, song, "<img/src=x/onerror=document.title='broken'>", model=NAME)
     opened(page, own_server.url)
     assert text(page, "#model") == NAME and page.title == f"kvarve · {NAME}"
-    see(page, lambda: "<img/src=x/onerror=" in text(page, "#requests"))
+    see(page, lambda: "<img/src" in text(page, "#requests"))
     assert not all_of(page, "#requests img") and not all_of(page, "#model *")
     assert troubles(page) == []
 
