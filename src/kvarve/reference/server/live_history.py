@@ -130,12 +130,12 @@ _CHANGES: Mapping[Reason, tuple[str, str | None]] = {
     ),
     Reason.TOO_LATE: (
         "was on its way and came too late",
-        "a faster storage, or a longer wait for it, has it come in time",
+        "a faster storage, or a longer --storage-wait, has it come in time",
     ),
     Reason.FAILED_CHECK: ("failed its check", "look at the memory or the medium that damages pages"),
     Reason.STATE_MISSING: (
         "has its attention pages here, and no state or window to resume from",
-        "keeping these more often brings it back",
+        "more --keep-states, such as every:N, brings it back",
     ),
     Reason.BELOW_GRID: (
         "lies behind the last line of the prefill grid, {grid} tokens apart",
