@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import kvarve
@@ -18,8 +19,13 @@ HELD = ("cli", "pages", "planner", "records", "reference/server", "reports", "se
 CONDITION = re.compile(r"\b(?:must|needs?|unknown|cannot|not supported)\b")
 
 
-def sentences() -> Iterator[tuple[str, str, str]]:
+@cache
+def sentences() -> list[tuple[str, str, str]]:
     """Where each stands, what it is (doc, help or error), and its text; what is put into it reads as {}."""
+    return [*_sentences()]
+
+
+def _sentences() -> Iterator[tuple[str, str, str]]:
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 1)}"
@@ -42,7 +48,7 @@ def _text(node: ast.expr) -> str:
 
 
 def test_no_sentence_needs_a_second_reading() -> None:
-    found = [*sentences()]
+    found = sentences()
     assert {kind for _, kind, _ in found} == {"doc", "help", "error"} and len(found) > 3000
     wrong = [f"{where}: {text}" for where, _, text in found if BANNED.search(" ".join(text.split()))]
     wrong += [f"{where}: {text}" for where, kind, text in found if kind == "help" and BEGINS_BADLY.match(text)]

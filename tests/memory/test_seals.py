@@ -89,11 +89,11 @@ def test_a_file_of_32_bytes_that_is_ours_alone_is_a_key(tmp_path):
 @pytest.mark.parametrize(
     ("content", "mode", "said"),
     [
-        (b"", 0o600, "no file of 32 random bytes, such as head -c 32 /dev/urandom makes"),
-        (KEY[:-1], 0o600, "no file of 32 random bytes"),
-        (KEY + b"\n", 0o600, "no file of 32 random bytes"),
-        (KEY.hex().encode(), 0o600, "no file of 32 random bytes"),
-        (KEY, 0o640, "can be read or replaced by other users: .* chmod 600"),
+        (b"", 0o600, "must be a file of 32 random bytes, such as head -c 32 /dev/urandom makes"),
+        (KEY[:-1], 0o600, "must be a file of 32 random bytes"),
+        (KEY + b"\n", 0o600, "must be a file of 32 random bytes"),
+        (KEY.hex().encode(), 0o600, "must be a file of 32 random bytes"),
+        (KEY, 0o640, "can be read or replaced by other users, .* chmod 600"),
         (KEY, 0o602, "can be read or replaced by other users"),
     ],
 )
@@ -107,7 +107,7 @@ def test_any_other_file_is_refused_in_one_line_without_its_bytes(tmp_path, conte
 
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
-    folder, file = "Is a directory", "no file of 32"
+    folder, file = "Is a directory", "must be a file of 32"
     for path, said in (("none", "No such file"), ("pipe", file), (".", folder), ("a\0b", "null byte")):
         with pytest.raises(ConfigError, match=said):
             seal_of(f"{tmp_path}/{path}")

@@ -388,7 +388,7 @@ WRONG = (
     ("ls memory://name?capacity=1GiB", "ask its server with kvarve storage status"),
     ("stat mooncake://host:1/segment", "managed by its master"),
     ("ls tape:///dev/st0", "unknown storage 'tape'"),
-    ("ls relative/path", "relative/path is not a folder"),
+    ("ls relative/path", "relative/path: no such folder"),
     ("ls file://store/pages", "three slashes"),
     ("ls file://{folder}?ttl=soon", "ttl=soon cannot be read as a time"),
     ("ls file://{folder}?capacity=lots", "'lots' cannot be read as a size"),

@@ -341,11 +341,11 @@ def test_what_a_url_leaves_out_comes_from_the_variables_then_the_file(read: Read
     [
         ("mooncake://", "say where the master is"),
         ("mooncake://master/path", "no path"),
-        ("mooncake://master:99999", "not host:port"),
+        ("mooncake://master:99999", "must be host:port"),
         ("mooncake://master?replicas=0", "replicas"),
         ("mooncake://master?soft_pin=maybe", "true or false"),
-        ("mooncake://master?segment=big", "not a size"),
-        ("mooncake://master?metrics=a/b", "not host:port"),
+        ("mooncake://master?segment=big", "cannot be read as a size"),
+        ("mooncake://master?metrics=a/b", "must be host:port"),
         ("mooncake://master?capacity=1GiB", "unknown parameter 'capacity'"),
     ],
 )

@@ -321,6 +321,6 @@ def test_a_missing_library_is_told_before_anything_is_opened(monkeypatch: pytest
 
 
 def test_a_caller_whose_objects_cannot_be_compressed_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing that can be compressed is stored here"):
+    with pytest.raises(ConfigError, match="nothing here can be compressed"):
         open_storage(f"file://{tmp_path}/store?capacity=64MiB&compress=zstd", label=LABEL, description="model A")
     assert not (tmp_path / "store").exists()
