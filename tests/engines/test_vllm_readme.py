@@ -55,6 +55,8 @@ def test_the_command_of_readme_serves_and_keeps_what_it_computed(
             asked.add_header("Content-Type", "application/json")
             with urlopen(asked, timeout=600) as answer:
                 assert json.load(answer)["usage"]["prompt_tokens"] == 1000
+            while not stored(tmp_path / "pages", environment):  # it stores after it has answered
+                assert process.poll() is None and time.monotonic() < until
             process.send_signal(signal.SIGINT)
             process.wait(600)
         except BaseException:
@@ -62,6 +64,11 @@ def test_the_command_of_readme_serves_and_keeps_what_it_computed(
             raise
         finally:
             process.kill()
-    stat = [sys.executable, "-m", "kvarve", "storage", "stat", str(tmp_path / "pages"), "--json", "-"]
+    assert stored(tmp_path / "pages", environment)
+
+
+def stored(folder: Path, environment: dict[str, str]) -> int:
+    """How many objects the storage has."""
+    stat = [sys.executable, "-m", "kvarve", "storage", "stat", str(folder), "--json", "-"]
     told = json.loads(subprocess.run(stat, env=environment, check=True, capture_output=True).stdout)
-    assert sum(model["objects"] for model in told["models"]) > 0
+    return sum(model["objects"] for model in told["models"])
