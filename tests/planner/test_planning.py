@@ -71,8 +71,8 @@ def test_a_sweep_sizes_the_first_tier_that_has_no_size(tmp_path: Path, host: int
 
 
 def test_a_plan_says_the_least_host_memory_and_storage_that_reach_a_target(tmp_path: Path) -> None:
-    requests = [*read_trace(trace(tmp_path, *branching(14)), 512)]
-    base = settings(12)
+    requests = [*read_trace(trace(tmp_path, *branching(10)), 512)]
+    base = settings(10)
     made = plan(requests, base, 0.8)
     assert made.device < made.needed == 0.8 * made.reachable <= made.infinite
     assert replayed(requests, sized(base, Tier.HOST, made.host)).hit_rate >= made.needed
@@ -83,6 +83,11 @@ def test_a_plan_says_the_least_host_memory_and_storage_that_reach_a_target(tmp_p
     assert format_size(made.host) in made.sentence and f"{made.needed:.1%}" in made.sentence
     enough = plan(requests, settings(400), 0.8)
     assert enough.device >= enough.needed and "The device alone" in enough.sentence
+
+
+def test_a_plan_of_a_trace_that_is_smaller_than_the_smallest_host_of_the_model(tmp_path: Path) -> None:
+    requests = [*read_trace(trace(tmp_path, line([1, 2]), line([1, 2, 3])), 512)]
+    assert plan(requests, settings(12, state_bytes=1 << 20), 0.5).device > 0
 
 
 @pytest.mark.long  # imports matplotlib

@@ -217,6 +217,17 @@ def test_write_back_backs_up_what_is_evicted(make: Make) -> None:
     assert run(cache, LONG) == (0, 0, ALL)
 
 
+def test_of_a_prompt_larger_than_the_device_is_kept_what_fits(make: Make) -> None:
+    """An engine goes on asking for slots as it computes: beyond what fits it gets none."""
+    cache = make(device=8_000)
+    request = Request(cache, prompt(80.5))
+    capacity = cache.scheduler.core.slot_pools.capacity[0]
+    assert cache.claim(request.lease) and capacity < 80
+    kept = [sum(map(len, cache.grow(request.lease, upto).values())) for upto in range(1, 81)]
+    assert 0 < request.lease.grown <= capacity and not any(kept[request.lease.grown :])
+    cache.close(request.lease)
+
+
 @pytest.mark.parametrize("policy", ["through", "through:1", "back"])
 def test_under_every_write_policy_more_prompts_than_the_device_holds_come_back(make: Make, policy: str) -> None:
     store = a_store()

@@ -10,7 +10,7 @@ from servers import CHUNK, PAGE, settings
 from talk import complete
 
 from kvarve.errors import ConfigError
-from kvarve.planner import SimulationConfig
+from kvarve.planner import SimulationConfig, read_trace
 from kvarve.planner.replayer import replay
 from kvarve.reference.server.serve import Server
 from kvarve.reference.server.trace_out import TraceOut
@@ -48,12 +48,19 @@ def test_a_trace_replays_to_the_hits_that_the_server_had(tmp_path: Path, checkpo
     assert sum(report.hit_tokens.values()) == hit == 3 * CHUNK
 
 
-def test_a_trace_is_a_new_file_and_a_full_disk_ends_it_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_foreign_file_stays_and_a_full_disk_ends_it_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "old").write_text("kept")
     for name in ("old", "no/folder"):
         with pytest.raises(ConfigError, match=r"--trace-out: .* cannot be written"):
             TraceOut(tmp_path / name, PAGE)
     assert (tmp_path / "old").read_text() == "kept"
+    for blocks in (PAGE, PAGE):
+        again = TraceOut(tmp_path / "again", blocks)
+        again.add([PROMPT], "")
+        again.close()
+    assert len([*read_trace(tmp_path / "again", PAGE)]) == 2, "a server that starts again goes on with it"
+    with pytest.raises(ConfigError, match="no trace in blocks of 32 tokens"):
+        TraceOut(tmp_path / "again", 2 * PAGE)
     out = TraceOut(tmp_path / "new", PAGE)
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, out._file.fileno())

@@ -225,9 +225,10 @@ class CacheScheduler:
     def grow(self, lease: Lease, upto: int) -> dict[str, dict[int, int]]:
         """Reserve slots for the pages up to `upto` that are worth keeping: for each pool the device slots by position.
 
-        If slots run out fewer pages are kept. Never waits: under write-back ask `Growth.short` first.
+        If slots run out fewer pages are kept, and none beyond `lease.pages`. Never waits: under write-back ask
+        `Growth.short` first.
         """
-        fresh = self._own_device().growth.grow(lease, upto)
+        fresh = self._own_device().growth.grow(lease, min(upto, lease.pages))
         return {pool.name: slots for pool, slots in zip(self.pools, fresh, strict=True)}
 
     def publish(self, lease: Lease, upto: int) -> None:

@@ -47,10 +47,18 @@ def line(axes: Any, sizes: Sequence[int], hit: Sequence[float], label: str, **st
     axes.annotate(label, at, (6, 0), textcoords="offset points", va="center", color=color, gid="end")
 
 
-def mark(axes: Any, size: int, label: str) -> None:
-    """A size of memory that matters."""
+def mark(axes: Any, size: int, label: str, *, right: bool = False) -> None:
+    """A size of memory that matters; its label stands left of it, or right."""
     axes.axvline(size, color=INK, linewidth=1, linestyle=":")
-    axes.annotate(label, (size, 2), (-4, 0), textcoords="offset points", ha="right", rotation=90, fontsize=8)
+    axes.annotate(
+        label,
+        (size, 2),
+        (4 if right else -4, 0),
+        textcoords="offset points",
+        ha="left" if right else "right",
+        rotation=90,
+        fontsize=8,
+    )
 
 
 def _apart(axes: Any) -> None:

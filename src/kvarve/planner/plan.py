@@ -42,8 +42,8 @@ class Plan:
             )
         return (
             f"To hit {self.needed:.1%} of prompt tokens ({goal}) takes {format_size(self.host)} of host memory, or "
-            f"{format_size(self.beside)} of host memory and {format_size(self.storage)} of storage; "
-            f"the device alone hits {self.device:.1%}."
+            f"{format_size(self.beside)} of it, no more than the device has, and {format_size(self.storage)} of "
+            f"storage; the device alone hits {self.device:.1%}."
         )
 
 
@@ -64,6 +64,8 @@ def plan(
         return hit, load.bound(given)
 
     everything = max(config.device_memory, int(SHARES[-1] * load.footprint))
+    while not _fits(config, everything):  # a small trace has less than the model's smallest host
+        everything *= 2
     reachable = replay(sized(config, Tier.HOST, everything))[0]
     device = replay(config)[0]
     needed = target * reachable
@@ -73,15 +75,13 @@ def plan(
         tried: dict[int, tuple[float, float]] = {}
 
         def attempt(size: float) -> float:
-            try:
-                given = sized(base, tier, size)
-            except ConfigError:  # too little for the model
+            if tier is Tier.HOST and not _fits(base, size):
                 done()
                 return 0.0
-            tried[int(size)] = replay(given)
+            tried[int(size)] = replay(sized(base, tier, size))
             return tried[int(size)][0]
 
-        sizes = [share * load.footprint / (1 if tier is Tier.STORAGE else config.replicas) for share in SHARES]
+        sizes = [share / SHARES[-1] * everything * (config.replicas if tier is Tier.STORAGE else 1) for share in SHARES]
         low, high = 0.0, sizes[-1]
         for size in sizes:
             if attempt(size) < needed:
@@ -97,9 +97,19 @@ def plan(
         return int(high), [(size, *tried[size]) for size in sorted(tried)]
 
     host, by_host = least(Tier.HOST, config)
-    beside = min(host, config.device_memory)
+    beside = min(host, config.device_memory)  # a small one
+    beside = beside if _fits(config, beside) else host
     storage, by_storage = least(Tier.STORAGE, sized(config, Tier.HOST, beside))
     return Plan(target, reachable, load.infinite, device, needed, host, beside, storage, by_host, by_storage)
+
+
+def _fits(config: SimulationConfig, host: float) -> bool:
+    """Whether so much host memory is enough for the model."""
+    try:
+        sized(config, Tier.HOST, host)
+    except ConfigError:
+        return False
+    return True
 
 
 def draw(made: Plan, title: str, path: Path) -> None:
@@ -111,7 +121,9 @@ def draw(made: Plan, title: str, path: Path) -> None:
         ):
             line(axes, [size for size, _, _ in points], [hit for _, hit, _ in points], label)
         sizes, bounds = [size for size, _, _ in made.by_host], [bound for _, _, bound in made.by_host]
-        line(axes, sizes, bounds, "Belady's bound", color=INK, linestyle="--", marker="")
+        line(axes, sizes, bounds, "Belady's bound (host)", color=INK, linestyle="--", marker="")
         axes.axhline(100 * made.infinite, color=INK, linewidth=1)
         axes.annotate("infinite cache", (made.by_host[0][0], 100 * made.infinite), (0, 3), textcoords="offset points")
-        mark(axes, made.host, f"{made.target:.0%} of what can be hit")
+        if made.device < made.needed:
+            mark(axes, made.host, f"host alone: {format_size(made.host)}")
+            mark(axes, made.storage, f"storage: {format_size(made.storage)}", right=True)

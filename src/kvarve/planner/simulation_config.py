@@ -137,6 +137,9 @@ class SimulationConfig:
                 from kvarve.reference.engine.families import (
                     describe_model,  # torch and transformers take seconds to import
                 )
+                from kvarve.reference.engine.model import quiet_libraries
+
+                quiet_libraries()
             found = describe_model(self.model, self.dtype, self.page_tokens, self.grid).pools
             return tuple(
                 PoolSpec(pool.name, (BufferSpec("bytes", (pool.page_bytes,), "uint8"),), pool.lookback)

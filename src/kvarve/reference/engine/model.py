@@ -7,6 +7,7 @@ line, raised before any weight is read if possible.
 import inspect
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -414,6 +415,8 @@ def _folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ModelError(f"{name}: no such folder; a model is 'builtin:...' or a folder with config.json")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise ModelError(f"{name}: this user cannot read the folder")
     return folder
 
 

@@ -98,6 +98,10 @@ class Server:
         )
         self.edge = edge = Edge(settings)
         with ExitStack() as undo:
+            self.trace_out: TraceOut | None = None
+            if settings.trace_out is not None:
+                self.trace_out = TraceOut(settings.trace_out, settings.page_tokens)
+                undo.callback(self.trace_out.close)
             listener = undo.enter_context(bind(settings.host, settings.port))
             self.url = _url(listener, settings.tls_cert is not None)
             starting.begins("loading weights", _weights(settings))
@@ -118,10 +122,6 @@ class Server:
             if settings.otlp_traces_endpoint is not None:
                 self.traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name or model.name)
                 undo.callback(self.traces.close)
-            self.trace_out: TraceOut | None = None
-            if settings.trace_out is not None:
-                self.trace_out = TraceOut(settings.trace_out, settings.page_tokens)
-                undo.callback(self.trace_out.close)
             self.connections = edge.connections()
             address = listener.getsockname()[0]
             app = create_app(self.engine, settings, edge, self.connections, address, self.traces, self.trace_out)
@@ -328,10 +328,12 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
     def ending(edge: Edge) -> None:
         if gently.is_set():
             tell("STOPPING=1\nSTATUS=draining")
+            log.info("draining for at most %g s", settings.drain_s)
             say(f"kvarve drains: new requests get 503, running ones have {settings.drain_s:g} s (Ctrl-C: at once)")
             if left := edge.drain.drain(settings.drain_s, settings.drain_at_least_s):
                 log.warning("%d requests have not ended within %g s: they are ended now", left, settings.drain_s)
         tell("STOPPING=1\nSTATUS=stopping: finishing backups")
+        log.info("stopping: ending requests, finishing backups")
         say("kvarve stops: ending requests, finishing backups (Ctrl-C again: at once)")
 
     def reloading(edge: Edge) -> None:

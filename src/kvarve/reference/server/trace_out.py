@@ -12,6 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -19,25 +20,34 @@ from kvarve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_LINE_BYTES = 1 << 22
+
 
 class TraceOut:
     def __init__(self, path: Path, block_tokens: int) -> None:
-        """ConfigError: nothing can be written there. What the file has stays, for a run of its own is a trace."""
+        """A trace of the same blocks is gone on with. ConfigError: nothing can be written there, or it is another file,
+        which stays as it is."""
         try:
-            self._file = path.open("x", encoding="utf-8", buffering=1)
-        except FileExistsError:
-            raise ConfigError(f"--trace-out: {path}: cannot be written, as it exists: name a new file") from None
+            with suppress(FileNotFoundError), path.open(encoding="utf-8") as before:
+                if (first := before.readline(_LINE_BYTES)) and f'"block_tokens": {block_tokens}}}' not in first:
+                    raise ConfigError(
+                        f"--trace-out: {path}: cannot be written, as it is no trace in blocks of {block_tokens} "
+                        "tokens: name a new file"
+                    )
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except UnicodeDecodeError:
+            raise ConfigError(f"--trace-out: {path}: cannot be written, as it is no trace: name a new file") from None
         except OSError as e:
             raise ConfigError(f"--trace-out: {path}: cannot be written: {e.strerror}") from None
         self._path, self._block_tokens, self._key = path, block_tokens, secrets.token_bytes(32)
-        self._begun = time.monotonic()
+        self._start = time.time() - time.monotonic()
         self._lock = threading.Lock()  # lines are in the order of their times
 
     def add(self, prompts: Iterable[Sequence[int]], salt: str) -> None:
         """Prompts of one request, which begin to be served now. Any thread."""
         rows = [(len(prompt), self._ids(prompt, salt)) for prompt in prompts]
         with self._lock:
-            at = round(1000 * (time.monotonic() - self._begun), 3)
+            at = round(1000 * (self._start + time.monotonic()), 3)
             try:
                 for length, ids in rows:
                     row = {"timestamp": at, "input_length": length, "hash_ids": ids, "block_tokens": self._block_tokens}
