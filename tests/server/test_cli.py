@@ -247,10 +247,12 @@ def test_ctrl_c_ends_it_whole_and_what_it_knew_is_there_after_a_restart(
         assert process.wait() == 0
         assert not ready.exists()
         told = (tmp_path / "log").read_text().splitlines()
-        phases = [line.partition(" INFO kvarve.reference.server.starting: ")[2].partition(":")[0] for line in told[:-2]]
+        said = [line.partition(" INFO kvarve.reference.server.")[2].partition(": ")[::2] for line in told]
+        phases = [text.partition(":")[0] for part, text in said if part == "starting"]
         assert phases[:3] == ["loading weights", "dividing memory", "opening storage"]
         assert phases[3].startswith("listening on http") and len(phases) == 4
-        assert all("prompt tokens" in line for line in told[-2:]), "a line for each request"
+        assert ["prompt tokens" in text for part, text in said if part == "request_log"] == [True, True]
+        assert [text for part, text in said if part == "serve"] == ["stopping: ending requests, finishing backups"]
     for _ in range(2):  # this process finds pages stored by another: the same model on the same machine
         tiers = str(tmp_path / "storage"), f"file://{tmp_path}/far?capacity=64MiB"
         with Server(settings(checkpoint, storage=tiers)) as again:
