@@ -76,6 +76,9 @@ def test_a_token_that_does_not_fit_is_refused() -> None:
     for tokens in ([-1], [2**32], [5, -7, 5], [2**40]):
         with pytest.raises(ValueError, match="between 0 and"):
             pack(tokens)
+    for tokens in ([1.9] * 4, np.ones(3), [[1, 2], [3, 4]]):
+        with pytest.raises(ValueError, match="one sequence of whole numbers"):
+            pack(tokens)  # type: ignore[arg-type]
 
 
 @given(

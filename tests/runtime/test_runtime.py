@@ -212,6 +212,9 @@ def test_write_back_backs_up_what_is_evicted(make: Make) -> None:
     assert used(cache)["host.attention"] == ALL
     assert store.usage().objects == 0
     assert run(cache, LONG) == (0, ALL, 0)
+    for tiers in ("device", ("host",), (Tier.STORAGE,)):
+        with pytest.raises(ConfigError, match="tiers must be"):
+            cache.flush(tiers)
     cache.flush()
     assert not used(cache)
     assert run(cache, LONG) == (0, 0, ALL)

@@ -20,7 +20,7 @@ from kvarve.core.core import Hit
 from kvarve.core.lease import Lease
 from kvarve.core.observe.page_events import Told
 from kvarve.core.policies import WritePolicy
-from kvarve.errors import Broken, KvarveError
+from kvarve.errors import Broken, ConfigError, KvarveError
 from kvarve.pages.pools import MEMORY_TIERS, ModelIdentity, Tier
 from kvarve.pages.ticket import Ticket
 from kvarve.ranks.agreement import Agreement
@@ -234,6 +234,8 @@ class PrefixCache:
 
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 30.0) -> int:
         """Evict every unpinned page from memory tiers, after pending backups; storage keeps its own. Pages evicted."""
+        if not all(tier in MEMORY_TIERS and isinstance(tier, Tier) for tier in tiers):
+            raise ConfigError(f"tiers must be of Tier.DEVICE and Tier.HOST, got {tiers!r}")
         end, gone = self.scheduler.now + timeout_s, 0
         while True:
             self.settle(end - self.scheduler.now)

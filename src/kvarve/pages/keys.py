@@ -21,8 +21,11 @@ _OBJECT = re.compile(rf"([0-9a-f]{{16}})-([0-9a-f]{{64}})\.([A-Za-z0-9_-]{{1,32}
 
 
 def pack(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
-    """Token ids as the tree and the keys read them: little-endian unsigned 32-bit. ValueError if one does not fit."""
+    """Token ids as the tree and the keys read them: little-endian unsigned 32-bit. ValueError if one does not fit,
+    and for what is no sequence of whole numbers."""
     ids = np.asarray(tokens, dtype=np.int64)
+    if ids.ndim != 1 or (ids.size and isinstance(tokens[0], float | np.floating)):
+        raise ValueError("token ids must be one sequence of whole numbers")
     if ids.size and int(ids.view(np.uint64).max()) >= 2**32:  # a negative id is huge when read as unsigned
         raise ValueError("token ids must be between 0 and 2**32 - 1")
     return ids.astype("<u4").tobytes()
