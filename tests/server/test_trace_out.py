@@ -1,7 +1,6 @@
 """The trace that a server writes of its prompts is one that the planner reads, and has no text in it."""
 
 import json
-import os
 from pathlib import Path
 
 import httpx
@@ -59,12 +58,15 @@ def test_a_foreign_file_stays_and_a_full_disk_ends_it_alone(tmp_path: Path, capl
         again.add([PROMPT], "")
         again.close()
     assert len([*read_trace(tmp_path / "again", PAGE)]) == 2, "a server that starts again goes on with it"
+    with (tmp_path / "again").open("a") as cut:
+        cut.write('{"timesta')
+    again = TraceOut(tmp_path / "again", PAGE)
+    again.add([PROMPT], "")
+    again.close()
+    assert (tmp_path / "again").read_text().splitlines()[2:-1] == ['{"timesta'], "no line is joined to what was cut"
     with pytest.raises(ConfigError, match="no trace in blocks of 32 tokens"):
         TraceOut(tmp_path / "again", 2 * PAGE)
-    out = TraceOut(tmp_path / "new", PAGE)
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, out._file.fileno())
-    os.close(full)
+    out = TraceOut(Path("/dev/full"), PAGE)
     for _ in range(3):
         out.add([PROMPT], "")
     assert caplog.text.count("ends here") == 1

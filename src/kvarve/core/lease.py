@@ -71,7 +71,7 @@ class Prompt(NamedTuple):
 
     root: bytes
     tokens: bytes
-    heads: bytes = b""  # what its full pages begin with (`keys.heads`), where residency is told
+    heads: bytes = b""  # the first bytes of each full page (`keys.heads`), if page events are published
     named: bytes = b""  # the keys of its first pages, as far as they are known
 
 
@@ -102,7 +102,7 @@ class Lease:
         "number": "by which it is known",
         "root": "the key of its prompt's root",
         "tokens": "the packed tokens of its sequence",
-        "heads": "what its full pages begin with, where residency is told",
+        "heads": "the first bytes of each full page, if page events are published",
         "named": "the keys of its first pages, as far as they have been computed",
         "page_tokens": "tokens of a page",
         "length": "tokens of its prompt; others may follow",

@@ -13,6 +13,7 @@ from kvarve.planner.sweep import Workload, sized
 from kvarve.planner.traces import TraceRequest
 
 SHARES = (0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.1)  # of what all pages of a trace take, and a record's header
+MOST = 1 << 60  # bytes
 CLOSER = 3  # halvings of the factor between two sizes, in which the answer is
 REPLAYS = 2 + 2 * (len(SHARES) + CLOSER)
 
@@ -40,10 +41,10 @@ class Plan:
             return (
                 f"The device alone hits {self.device:.1%} of prompt tokens; the target is {self.needed:.1%} ({goal})."
             )
+        beside = f", or {format_size(self.beside)} of it, as the device has, and {format_size(self.storage)} of storage"
         return (
-            f"To hit {self.needed:.1%} of prompt tokens ({goal}) takes {format_size(self.host)} of host memory, or "
-            f"{format_size(self.beside)} of it, no more than the device has, and {format_size(self.storage)} of "
-            f"storage; the device alone hits {self.device:.1%}."
+            f"To hit {self.needed:.1%} of prompt tokens ({goal}) takes {format_size(self.host)} of host memory"
+            f"{beside if self.beside < self.host else ''}; the device alone hits {self.device:.1%}."
         )
 
 
@@ -64,7 +65,7 @@ def plan(
         return hit, load.bound(given)
 
     everything = max(config.device_memory, int(SHARES[-1] * load.footprint))
-    while not _fits(config, everything):  # a small trace has less than the model's smallest host
+    while not _fits(config, everything) and everything < MOST:  # a trace may take less than the model's smallest host
         everything *= 2
     reachable = replay(sized(config, Tier.HOST, everything))[0]
     device = replay(config)[0]

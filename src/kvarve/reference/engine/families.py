@@ -377,7 +377,10 @@ def _surveyed(
     versions = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         versions.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvarve"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvarve"
+    except RuntimeError:  # a user without a home: nothing is kept
+        cache = Path(os.devnull)
     file = cache / f"models-{page_tokens}-{chunk_tokens}-{versions.hexdigest()[:16]}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):  # it is made anew then
         kept = json.loads(file.read_text())

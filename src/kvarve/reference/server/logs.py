@@ -13,7 +13,7 @@ Kind = tuple[str, int, str, str]
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger and message, and the fields that a record's `told` has."""
+    """One JSON object a line: time, level, logger and message, and the fields that a record's `told` returns."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -25,7 +25,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line | getattr(record, "told", {}))
+        return json.dumps(line | getattr(record, "told", dict)())
 
 
 def begin_log(level: str, form: str = "text") -> None:

@@ -11,7 +11,7 @@ import logging
 import re
 import ssl
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -88,9 +88,12 @@ class OneLength:
 class Drain:
     """Whether requests are admitted. Any thread may ask it to drain."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self.running: Set[object] = frozenset()  # uvicorn's tasks, one for each request
         self.draining = False
+        self._clock, self._sleep = clock, sleep
 
     def around(self, app: ASGIApp) -> ASGIApp:
         async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,11 +107,11 @@ class Drain:
         return admitted
 
     def drain(self, patience_s: float, at_least_s: float = 0.0) -> int:
-        """Admit no more, and wait for running requests to end; how many have not after `patience_s`. For `at_least_s`
-        new ones are told so, by when whoever sends them should know."""
-        self.draining, begun_s = True, time.monotonic()
-        while (s := time.monotonic() - begun_s) < at_least_s or (self.running and s < patience_s):
-            time.sleep(LOOK_S)
+        """Admit no more requests, and wait until those that run have ended; returns how many have not after
+        `patience_s`. New requests get 503 for `at_least_s` at least: a balancer needs that long to look elsewhere."""
+        self.draining, begun_s = True, self._clock()
+        while (s := self._clock() - begun_s) < at_least_s or (self.running and s < patience_s):
+            self._sleep(LOOK_S)
         return len(self.running)
 
 

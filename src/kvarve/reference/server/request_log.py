@@ -77,8 +77,7 @@ class Observed:
             self._responses[method, getattr(scope.get("route"), "path", "none"), status] += 1
             seconds, peer = time.monotonic() - began_s, (scope.get("client") or ("unknown",))[0]
             what = f"{scope['method']} {quote(scope['path'][:MOST_PATH])}"
-            attributes = seen.traced()
-            if self._traces is not None and attributes:
+            if self._traces is not None and (attributes := seen.traced()):
                 self._traces.add(scope, status, began_ns, attributes)
             if seen.act is not None:
                 whom = f"{peer} with {seen.key.name}" if seen.key else peer
@@ -93,7 +92,7 @@ class Observed:
                 line |= {"key": seen.key.name} if seen.key else {}
                 line |= {f"error.{name}": value for name, value in error.items() if value is not None}
                 text = ", ".join([f"{status} in {seconds:.3f} s", *told])
-                log.log(level, "%s: %s: %s", seen.id, what, text, extra={"told": line | attributes})
+                log.log(level, "%s: %s: %s", seen.id, what, text, extra={"told": lambda: line | seen.traced()})
 
 
 def seen(http: Http) -> Seen:

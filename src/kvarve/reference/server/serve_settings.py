@@ -125,7 +125,7 @@ class Settings:
     kv_events_config: str | None = None
     """JSON as vLLM's: {"enable_kv_cache_events": true} publishes over ZeroMQ which pages enter and leave each tier"""
     trace_out: Path | None = None
-    """New file for a trace of the prompts, for kvarve plan: times, lengths and keyed hashes, no text"""
+    """File to which a trace of the prompts is appended, for kvarve plan: times, lengths and keyed hashes, no text"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity of a line of the log"""
     log_format: Literal["text", "json"] = "text"

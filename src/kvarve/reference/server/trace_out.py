@@ -7,12 +7,12 @@ id.
 
 import json
 import logging
+import os
 import secrets
 import threading
 import time
 from array import array
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -27,16 +27,20 @@ class TraceOut:
     def __init__(self, path: Path, block_tokens: int) -> None:
         """A trace of the same blocks is gone on with. ConfigError: nothing can be written there, or it is another file,
         which stays as it is."""
+        cut = False
         try:
-            with suppress(FileNotFoundError), path.open(encoding="utf-8") as before:
-                if (first := before.readline(_LINE_BYTES)) and f'"block_tokens": {block_tokens}}}' not in first:
+            if path.is_file():  # others, such as a pipe, are not read
+                with path.open("rb") as before:
+                    first = before.readline(_LINE_BYTES)
+                    before.seek(-1 if first else 0, os.SEEK_END)
+                    cut = before.read(1) not in (b"\n", b"")  # by a full disk or a killed server
+                if first and b'"block_tokens": %d}' % block_tokens not in first:
                     raise ConfigError(
                         f"--trace-out: {path}: cannot be written, as it is no trace in blocks of {block_tokens} "
                         "tokens: name a new file"
                     )
             self._file = path.open("a", encoding="utf-8", buffering=1)
-        except UnicodeDecodeError:
-            raise ConfigError(f"--trace-out: {path}: cannot be written, as it is no trace: name a new file") from None
+            self._file.write("\n" if cut else "")
         except OSError as e:
             raise ConfigError(f"--trace-out: {path}: cannot be written: {e.strerror}") from None
         self._path, self._block_tokens, self._key = path, block_tokens, secrets.token_bytes(32)
