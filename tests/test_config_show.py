@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvarve.cli.main import main
+from kvarve.reference.server import serve  # noqa: F401 - takes seconds, which are no test's
 
 Out = pytest.CaptureFixture[str]
 
@@ -65,6 +66,15 @@ def test_no_key_and_no_password_is_shown(monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["config", "show", *words]) == 0
     table = capsys.readouterr().out
     assert "***" in table and "hush" not in table + json.dumps(found)
+
+
+def test_what_serve_would_refuse_is_shown_and_refused_all_at_once(capsys: Out) -> None:
+    words = ["--changed", "--port", "99999", "--drain-at-least-s", "99", "--storage", "relative/path"]
+    assert main(["config", "show", *words]) == 2
+    table, error = capsys.readouterr()
+    assert "--port              99999" in table
+    for said in ("port must be at least 0 and at most 65535", "drain_at_least_s must be", "must be an absolute path"):
+        assert said in error
 
 
 @pytest.mark.long

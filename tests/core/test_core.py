@@ -85,6 +85,19 @@ def test_a_sequence_may_be_known_otherwise_from_where_it_is_not_published() -> N
     assert lease.pages == 4
 
 
+def test_a_lease_that_is_used_out_of_turn_says_what_comes_first() -> None:
+    world = World(config=config(ATTENTION, host=64))
+    lease = world.start(prompt(4))
+    growth = world.core.growth
+    growth.grow(lease, 2)
+    with pytest.raises(AssertionError, match="published after they were grown"):
+        growth.publish(lease, 4)
+    world.close(lease)
+    for call in (growth.grow, growth.publish, growth.reserve, growth.slots):
+        with pytest.raises(AssertionError, match="a lease is claimed, and not closed, before its pages"):
+            call(lease, 0)
+
+
 # --- thresholds, deadlines, and answers about no copy in flight
 
 

@@ -85,5 +85,5 @@ def refused(response: httpx.Response, status: int) -> str:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
-    assert "\n" not in error["message"]
+    assert error["code"] and "\n" not in error["message"]
     return str(error["message"])

@@ -14,9 +14,10 @@ from servers import SHAPE, serving, settings
 
 from kvarve import __version__
 from kvarve.cli import main
-from kvarve.errors import StorageError
+from kvarve.errors import ConfigError, StorageError
 from kvarve.reference.server import serve as serve_module
 from kvarve.reference.server.serve import Server
+from kvarve.reference.server.starting import Starting
 from kvarve.storage import Storage
 from plugged import plug_in
 from tests.sim.models import tiny_config
@@ -156,6 +157,17 @@ def test_a_model_whose_pages_have_to_be_larger_says_so_before_its_weights_are_re
     tiny_config("deepseek_v4").save_pretrained(tmp_path)
     line = one_line(say(command, "--model", tmp_path, "--page-tokens", page, "--chunk-tokens", 2 * page))
     assert f"compresses 128 tokens into one entry, which a page of {page} tokens would cut in two" in line
+
+
+def test_memory_too_small_for_large_weights_is_said_before_they_are_read(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_module, "SLOW_WEIGHTS_BYTES", 1)
+    told = list[str]()
+    with pytest.raises(ConfigError, match="1 KiB of storage memory is too little for this model"):
+        small = f"file://{tmp_path}/pages?capacity=1KiB"
+        Server(settings(checkpoint, storage=(small,)), starting=Starting(told.append))
+    assert told == [], "no phase has begun"
 
 
 def test_a_port_in_use_is_refused_before_the_storage_is_touched(serve: Run, tmp_path: Path) -> None:

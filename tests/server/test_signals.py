@@ -60,6 +60,24 @@ def test_sighup_has_the_keys_read_again_and_sigterm_lets_running_requests_end(
 
 
 @pytest.mark.long
+def test_sigterm_as_soon_as_the_server_says_that_it_is_ready_drains_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"\0kvarve-test-{tmp_path.name}-{id(manager)}")
+        monkeypatch.setenv(NOTIFY, "@" + str(manager.getsockname()[1:], "ascii"))
+        words = ["serve", "--port", "0", "--model", str(checkpoint), *SHAPE, "--ready-file", str(tmp_path / "ready")]
+        process = forks.Popen([sys.executable, "-m", "kvarve", *words])
+        try:
+            while "READY=1" not in manager.recv(4096).decode():
+                pass
+            process.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.long
 def test_a_second_signal_ends_a_drain_at_once(checkpoint: Path, tmp_path: Path) -> None:
     with (
         serving(tmp_path, "--model", checkpoint, "--drain-s", 600) as (process, client),

@@ -78,7 +78,7 @@ def test_a_folder_that_was_emptied_is_used_again(filled, quick, folder, call, wh
     assert intact_anew(folder, SOME) == set(SOME), "and it is there after a restart"
 
 
-def test_behind_a_breaker_a_store_that_is_gone_is_down_and_up_again_when_it_has_a_place(filled, folder):
+def test_behind_a_breaker_a_store_that_is_gone_is_down_and_up_again_when_it_has_a_place(filled, folder, caplog):
     turns, probes = queue.Queue(), itertools.count(1)
 
     def pause(*_: object) -> None:
@@ -92,6 +92,7 @@ def test_behind_a_breaker_a_store_that_is_gone_is_down_and_up_again_when_it_has_
         with pytest.raises(StorageError):
             storage.exists(names(SOME))
     assert [turns.get(timeout=60) for _ in range(2)] == [False, True] and next(probes) > 4
+    assert caplog.text.count("its contents were removed") == 1, "and not by each probe"
     assert storage.exists(names(SOME)) == [False] * len(SOME)
     assert storage.put([SOME[0].name], [SOME[0].record()]) == [True]
     assert storage.exists(names(SOME[:1])) == [True]

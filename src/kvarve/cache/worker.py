@@ -58,6 +58,14 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, 
         slots[Tier.HOST] = divide(config.host_memory, *shape, policies, records=True, what="host")
     urls = parse_urls(config.storages) if config.storages else ()
     buffers = buffers_bytes(urls, max(record_bytes(pool.payload_bytes) for pool in identity.pools))
+    check_room(config, device, buffers)
+    if config.storages:
+        check_setting(identity, config)
+    return slots
+
+
+def check_room(config: CacheConfig, device: str, buffers: int = 0) -> None:
+    """ConfigError for more memory than there is; `buffers`: bytes of the host beside its pages."""
     wanted, what, have = config.host_memory + buffers, "host memory", host_bytes()
     if on_host(device):
         wanted, what = wanted + config.device_memory, "device and host memory together"
@@ -68,9 +76,6 @@ def check(identity: ModelIdentity, config: CacheConfig, device: str = "cpu", *, 
         )
     if wanted > have:
         raise ConfigError(f"{what}: {format_size(wanted)} are more than this machine's {format_size(have)}: give less")
-    if config.storages:
-        check_setting(identity, config)
-    return slots
 
 
 def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:

@@ -15,7 +15,7 @@ from kvarve.reference.server.keyfile import Key, new_key, read_keys
 from kvarve.reference.server.serve_settings import Settings
 from kvarve.reports import Printer, plain_table
 from kvarve.settings.commands import Maintain, NewKey
-from kvarve.settings.options import ConfigFile, JsonFile, reads_as
+from kvarve.settings.options import ConfigFile, JsonFile, needs, reads_as
 from kvarve.storage.urls import shown
 
 SECRET = ("api_key", "admin_key")
@@ -40,7 +40,12 @@ def show(
     for name, value in values.items():
         table.add_row(f"--{name.replace('_', '-')}", _text(value), SOURCES[name])
     out.table(table)
-    return out.write({name: {"value": _json(value), "from": SOURCES[name]} for name, value in values.items()})
+    done = out.write({name: {"value": _json(value), "from": SOURCES[name]} for name, value in values.items()})
+    with needs("server", "serve"):
+        from kvarve.reference.server.serve import check_settings  # torch and transformers take seconds to import
+
+    check_settings(settings)  # shown all the same: what is wrong may have come from any of these places
+    return done
 
 
 def _values(settings: Any) -> dict[str, Any]:

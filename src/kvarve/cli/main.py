@@ -15,7 +15,7 @@ from kvarve import __version__
 from kvarve.bench.bench_command import bench
 from kvarve.errors import ConfigError, KvarveError, require_assertions
 from kvarve.reference.server.logs import begin_log
-from kvarve.reference.server.serve_settings import GROUPS, Settings
+from kvarve.reference.server.serve_settings import ADVANCED, GROUPS, Settings
 from kvarve.settings.commands import Attach, Demo, Models, Remote, Verify
 from kvarve.settings.engine_flags import translated
 from kvarve.settings.options import ConfigFile, Help, call, example, needs, root_app
@@ -31,6 +31,22 @@ _STORAGE = example(
 )
 _CONFIG = example("kvarve config show --changed --config kvarve.toml --port 9000")
 _KEYS = example("kvarve keys new team-a --salt team-a --file keys.toml", "kvarve serve --api-keys keys.toml")
+
+# The options in the help of `kvarve plan`, and those that `kvarve simulate` has beside them.
+PLANNED = {
+    "Plan": "device-memory target picture limit json config",
+    "Model": "model dtype kv-bytes-per-token state-bytes window-tokens window-bytes-per-token page-tokens chunk-tokens "
+    "cost-doubles-at block-tokens",
+    "Servers and policies": "replicas routing write-policy keep-states eviction salt-share",
+}
+SIMULATED = {
+    "Memory": "device-memory host-memory storage-memory sweep limit json config",
+    "Model": PLANNED["Model"],
+    "Servers and policies": PLANNED["Servers and policies"],
+    "Speeds": "prefill-tokens-per-s host-bytes-per-s storage-bytes-per-s storage-wait",
+    "Needed by few": "states load-at-least fetch-at-least host-share offload-pays-at storage-deadline-s verify-host "
+    "hash-sample",
+}
 
 Shell = Annotated[Literal["bash", "zsh", "fish"], Parameter(name="SHELL", help="Shell to write for")]
 Urls = Annotated[
@@ -88,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-@app.command(help_epilogue=_SERVE, help_formatter=Help(GROUPS))
+@app.command(help_epilogue=_SERVE, help_formatter=Help(GROUPS, "kvarve config show --help"))
 def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None:
     """Run an OpenAI-compatible server with the cache inside."""
     begin_log(settings.log_level, settings.log_format)
@@ -135,12 +151,14 @@ app.command(
         "kvarve simulate trace.jsonl --model /models/Qwen3.5-9B --device-memory 40GiB --host-memory 200GiB",
         "kvarve simulate trace.jsonl --kv-bytes-per-token 128KiB --sweep sweep.png",
     ),
+    help_formatter=Help(SIMULATED),
 )
 app.command(
     "kvarve.planner.simulate_command:plan",
     name="plan",
     help="Say how much host memory and storage a hit rate takes, for a trace of prompts.",
     help_epilogue=example("kvarve plan trace.jsonl --model /models/Qwen3.5-9B --device-memory 40GiB --target 90%"),
+    help_formatter=Help(PLANNED),
 )
 
 
@@ -216,7 +234,7 @@ config.command(
     name="show",
     help="Show the settings that `kvarve serve` would have with these options.",
     help_epilogue=_CONFIG,
-    help_formatter=Help(GROUPS | {"Output": "changed json"}),
+    help_formatter=Help(GROUPS | {"Needed by few": ADVANCED, "Output": "changed json"}),
     config=[_as_served],
 )
 

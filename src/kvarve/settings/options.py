@@ -59,22 +59,29 @@ def root_app(name: str, text: str, version: str, **more: Any) -> App:
 
 
 class Help(DefaultFormatter):
-    """Prints a command's options, in groups if it has some: by a group's title, the names of its options in order."""
+    """Prints a command's options, in groups if it has some: by a group's title, the names of its options in order.
+    Those in no group are named in a line; `more` is the command that describes them."""
 
-    def __init__(self, groups: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, groups: Mapping[str, str] = MappingProxyType({}), more: str = "") -> None:
         super().__init__()
-        self._groups = groups
+        self._groups, self._more = groups, more
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: HelpPanel) -> None:
+        listed = [each.copy(choices=each.choices and (" | ".join(each.choices),)) for each in panel.entries]
+        panel = panel.copy(entries=listed)  # with choices apart by what is in none of them
         entries = {name.removeprefix("--"): entry for entry in panel.entries for name in entry.names[:1]}
         for entry in panel.entries:  # the lines of a docstring are one text
             if text := getattr(getattr(entry.description, "primary_renderable", None), "plain", ""):
                 entry.description.primary_renderable.plain = " ".join(text.split())
-        for title, names in self._groups.items():
-            found = [entries[name] for name in names.split() if name in entries]
-            super().__call__(console, options, panel.copy(title=title, entries=found))
-        if not self._groups:
+        if not self._groups or not all(name.startswith("--") for entry in panel.entries for name in entry.names[:1]):
             super().__call__(console, options, panel)
+            return
+        for title, names in self._groups.items():
+            found = [entries.pop(name) for name in names.split() if name in entries]
+            super().__call__(console, options, panel.copy(title=title, entries=found))
+        if entries and self._more:
+            names = ", ".join(f"--{name}" for name in entries)
+            console.print(f"More options, that few need: {names}. See `{self._more}`.\n")
 
 
 def example(*lines: str) -> str:

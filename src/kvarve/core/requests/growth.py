@@ -12,6 +12,8 @@ from kvarve.pages.boundaries import members, needed, ones, span
 from kvarve.pages.keys import TOKEN_BYTES
 from kvarve.pages.pools import Tier
 
+CLAIM = "a lease is claimed, and not closed, before its pages are asked for or changed"
+
 
 class Growth:
     def __init__(self, context: Context, paths: Paths) -> None:
@@ -36,7 +38,7 @@ class Growth:
 
         Chains stay pinned until the lease is closed, since the pages that it publishes rest on them.
         """
-        assert lease.phase is Phase.READY
+        assert lease.phase is Phase.READY, CLAIM
         if not lease.resumed:
             lease.resumed = True
             self._paths.hold(lease, lease.run, 0, lease.prefix_pins, ON_DEVICE)
@@ -48,7 +50,7 @@ class Growth:
         `publish` may go further. Windows and states are kept at the new end alone: those at boundaries before it are
         gone, since the engine has decoded on. `heads`: of the full pages in `tokens`, as in `open`.
         """
-        assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0
+        assert lease.phase is Phase.READY and len(tokens) % TOKEN_BYTES == 0, CLAIM
         width = self._paths.width
         pages, stays = len(lease.tokens) // width, len(lease.tokens) - replaced_bytes
         assert lease.grown * width <= stays, "what has been computed keeps its name"
@@ -66,7 +68,7 @@ class Growth:
 
     def slots(self, lease: Lease, pool: int) -> tuple[range, list[int]]:
         """The device pages of one pool that a ready lease resumes from: their positions and slots."""
-        assert lease.phase is Phase.READY
+        assert lease.phase is Phase.READY, CLAIM
         need = needed(lease.boundary, self._lookbacks[pool])
         positions = range(lease.boundary - need.bit_count(), lease.boundary)
         return positions, [covering(lease.run, position).slot(pool, position) for position in positions]
@@ -76,7 +78,7 @@ class Growth:
 
         False, and none reserved, if there are too few now. `grow` keeps the pages in these slots.
         """
-        assert lease.phase is Phase.READY
+        assert lease.phase is Phase.READY, CLAIM
         taken: dict[int, dict[int, int]] = {}
         for pool in self._chains:
             missing = span(lease.done, upto) & ~lease.seen[pool] & ~boundaries.of(lease.own[pool])
@@ -106,7 +108,7 @@ class Growth:
 
         Pages before `done`, and those resident when the lease became ready (`seen`), belong to the tree.
         """
-        assert lease.phase is Phase.READY and pool in self._chains
+        assert lease.phase is Phase.READY and pool in self._chains, CLAIM
         slots, own, seen = [], lease.own[pool], lease.seen[pool]
         for position in count(start):
             if position < lease.done or seen >> position & 1:
@@ -123,7 +125,7 @@ class Growth:
         Returns for each pool the new slots by position, for the engine to fill before it publishes. Once slots run out
         the request goes on uncached: its later pages are not kept.
         """
-        assert lease.phase is Phase.READY and upto <= lease.pages
+        assert lease.phase is Phase.READY and upto <= lease.pages, CLAIM
         fresh: list[dict[int, int]] = [{} for _ in self._pools]
         if upto <= lease.grown:
             return fresh
@@ -177,7 +179,8 @@ class Growth:
 
     def publish(self, lease: Lease, upto: int) -> None:
         """Give the filled pages before `upto` to the tree; slots of pages that are there already are freed."""
-        assert lease.phase is Phase.READY and lease.done <= upto <= lease.grown
+        assert lease.phase is Phase.READY, CLAIM
+        assert lease.done <= upto <= lease.grown, "pages are published after they were grown, and once"
         if upto == lease.done:
             return
         if all(not slots or max(slots) < upto for slots in lease.own):
@@ -214,7 +217,7 @@ class Growth:
 
         False, and nothing changed, if the lease is past the pages that this needs.
         """
-        assert lease.phase is Phase.READY
+        assert lease.phase is Phase.READY, CLAIM
         if lease.snapshots >> boundary & 1:
             return lease.done < boundary
         reach = max([0, *(self._lookbacks[pool] or 0 for pool in self._short)])

@@ -388,6 +388,8 @@ def _surveyed(
         return
     found, console = list[Facts](), Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    if not console.is_terminal:
+        console.print(f"building {len(families)} models without weights: this takes a minute, once")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("building models without weights", total=len(families))
         for family in families:

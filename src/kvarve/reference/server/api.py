@@ -34,6 +34,17 @@ _TOKEN = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 LONGEST_HAND_OVER_S = 86_400.0
 
 
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+    500: "internal_error",
+    503: "unavailable",
+}
+
+
 class Refused(KvarveError):
     """A request that gets an error instead of an answer, in the form that OpenAI's clients read."""
 
@@ -47,7 +58,8 @@ class Refused(KvarveError):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        self.status, self.message, self.param, self.headers = status, message, param, headers
+        self.code = code or _CODES.get(status) or ("invalid_value" if param else "invalid_request")
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"

@@ -22,16 +22,17 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvarve.cache.prefix_cache import PrefixCache
-from kvarve.cache.worker import check
+from kvarve.cache.worker import check, check_room
 from kvarve.core.slots.extents import Cut
 from kvarve.errors import Broken, ConfigError, StorageError
 from kvarve.metrics import parse_compat
 from kvarve.pages.field_checks import require
+from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.pages.sizes import format_size
 from kvarve.ranks.group import ALL
 from kvarve.records.seals import seal_of
 from kvarve.reference.engine.engine import Engine
-from kvarve.reference.engine.families import reads, takes
+from kvarve.reference.engine.families import describe_model, reads, takes
 from kvarve.reference.engine.model import (
     LoadedModel,
     check_device,
@@ -63,6 +64,7 @@ from kvarve.transfer.compression import compressing
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
+SLOW_WEIGHTS_BYTES = 1 << 30  # they take seconds to read; the shapes of a model take one or two
 MOST_THREADS = 1024  # of torch, which aborts the process if it cannot start more
 START_S = 0.01  # between two looks whether uvicorn listens
 BROKEN_S = 0.5  # between two looks whether the ranks have ended
@@ -96,6 +98,7 @@ class Server:
             chunk_tokens=chunk,
             context_length=settings.context_length,
         )
+        _check_memory(settings)
         self.edge = edge = Edge(settings)
         with ExitStack() as undo:
             self.trace_out: TraceOut | None = None
@@ -216,9 +219,24 @@ class Server:
             self._http.run(sockets=[listener])
 
 
+def _check_memory(settings: Settings) -> None:
+    """ConfigError for memory that is too small for a model whose weights take longer to read than its shapes do. With
+    ranks it is known once each has its part."""
+    if sum(_weight_files(settings)) < SLOW_WEIGHTS_BYTES or settings.tp > 1 or settings.hits == "rounded":
+        return
+    found = describe_model(settings.model, settings.dtype, settings.page_tokens, settings.chunk_tokens)
+    pools = (PoolSpec(e.name, (BufferSpec("bytes", (e.page_bytes,), "uint8"),), e.lookback) for e in found.pools)
+    unread = ModelIdentity(found.name, "any", found.dtype, found.page_tokens, found.chunk_tokens, tuple(pools))
+    check(unread, settings.cache, settings.device)
+
+
+def _weight_files(settings: Settings) -> list[int]:
+    return [file.stat().st_size for file in Path(settings.model).glob("*.safetensors")]
+
+
 def _weights(settings: Settings) -> str:
     """Which they are, and of a folder how many bytes in how many files."""
-    sizes = [file.stat().st_size for file in Path(settings.model).glob("*.safetensors")]
+    sizes = _weight_files(settings)
     return f"{settings.model}, {format_size(sum(sizes))} in {len(sizes)} files" if sizes else settings.model
 
 
@@ -378,8 +396,12 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
             settings = replace(settings, device=device_of(settings.device, place))
             ranks = Ranks(place, place.meet(settings.alike, listener), settings.device)
             ends.enter_context(ranks.ended())
-        server = ends.enter_context(Server(settings, ranks, starting, spare_from_collection))
-        serving.set()
+
+        def loaded() -> None:
+            spare_from_collection()
+            serving.set()  # before the first answer says that it is ready: a signal after it ends this in order
+
+        server = ends.enter_context(Server(settings, ranks, starting, loaded))
         reloading(server.edge)
         say(f"kvarve serves\n{server.describe()}\nready: Ctrl-C stops it")
         while not stop.wait(BROKEN_S if ranks is not None else None):
@@ -466,7 +488,13 @@ def _check_together(settings: Settings) -> Checks:
         ranks = settings.tp, settings.nnodes, settings.node_rank
         yield partial(check_ranks, *ranks, settings.dist_init_addr, settings.device)
     yield partial(_check_exact, settings)
-    yield lambda: check_device(choose_device(settings.device))
+    yield partial(_check_device, settings)
+
+
+def _check_device(settings: Settings) -> None:
+    device = choose_device(settings.device)
+    check_device(device)
+    check_room(settings.cache, device)
 
 
 def _check_exact(settings: Settings) -> None:

@@ -88,6 +88,7 @@ class FileStorage(Storage):
         self._wanted = Wanted(checked_path(directory), bound, label, description, shared, read_only)
         check_folder(self._wanted, self._disk)
         self._reading = False  # it is open to be read alone
+        self._told_gone: Folder | None = None
         self._directory = self._wanted.directory
         self._medium = Medium(self._directory)
         # To change rows a thread takes `_writing`, and `_lock` for moments. Readers need `_lock` alone, so it is not
@@ -190,7 +191,8 @@ class FileStorage(Storage):
                 if self._folder is not left:  # another thread was faster
                     return
                 known, in_flight = self._index.entries, in_flight and bool(self._index.held)
-            if not self._reading:
+            if not self._reading and self._told_gone is not left:  # each probe finds it so until it can be opened anew
+                self._told_gone = left
                 log.warning("%s: its contents were removed or moved away from outside", self._directory)
             if in_flight:  # opened anew, their rows could be given to other objects
                 raise StorageError(f"{self._directory}: what lies in it was removed while a put was under way")
