@@ -36,8 +36,8 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from kvarve.reference.engine.layers import compute
 from kvarve.reference.engine.recall import KEYS, VALUES, RecallTask, recall_task, score
-from kvarve.reference.engine.wrappers import compute
 
 HERE = Path(__file__).resolve().parent.parent / "src/kvarve/reference/engine/builtin/tiny-hybrid"
 

@@ -21,11 +21,12 @@ from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken
 from kvarve.core.lease import Lease
 from kvarve.errors import Broken, ConfigError
 from kvarve.reference.engine.identity import Marks, identity_of
+from kvarve.reference.engine.layers import cache_argument
 from kvarve.reference.engine.model import forward, token_limit
 from kvarve.reference.engine.paging import keep, resumed, wait_for_room
 from kvarve.reference.engine.stepwise import make_resumable
 from kvarve.reference.engine.workspace import StateLayout, Workspace
-from kvarve.reference.engine.wrappers import cache_argument, require_causal
+from kvarve.reference.engine.wrappers import require_causal
 
 MOST_TOKENS = 1 << 30  # of a workspace, whose memory grows with the tokens in it
 

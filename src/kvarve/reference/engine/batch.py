@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvarve.reference.engine.layers import Layer, new_cache
+from kvarve.reference.engine.layers import Layer, compute, new_cache
 from kvarve.reference.engine.model import forward
 from kvarve.reference.engine.paging import PagedTape, PagedWorkspace, RollingTape
 from kvarve.reference.engine.shards import FailedOnRank
 from kvarve.reference.engine.stepwise import make_batchable
 from kvarve.reference.engine.workspace import StateLayout
-from kvarve.reference.engine.wrappers import compute
 
 log = logging.getLogger(__name__)
 

@@ -5,19 +5,41 @@ pool: a layer is read token by token or whole, and gets tapes and tensors to wri
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
 
 from kvarve.errors import ModelError
 from kvarve.reference.engine.model_errors import MISFITS, in_words
-from kvarve.reference.engine.wrappers import cache_argument, compute, model_class
+from kvarve.reference.engine.wrappers import model_class
+
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+CACHE_PARAMS = "cache_params"
+
+
+def cache_argument(model: Any) -> str:
+    """The argument by which a model takes its cache, and the field in which its output has it."""
+    return CACHE_PARAMS if CACHE_PARAMS in _arguments(type(model).forward) else CACHE
+
+
+@cache
+def _arguments(forward: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
+
+
+def compute(model: Any, cache: Any, **inputs: Any) -> Any:
+    """The output of a model for some tokens after those in the cache, which takes them too."""
+    with torch.no_grad():
+        return model(**inputs, **{cache_argument(model): cache}, use_cache=True)
 
 
 class Tape:

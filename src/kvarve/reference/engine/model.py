@@ -27,14 +27,14 @@ from kvarve.errors import ConfigError, ModelError
 from kvarve.pages.field_checks import require
 from kvarve.pages.pools import HeadGroups, ModelIdentity, check_grid
 from kvarve.reference.engine.identity import Marks, identity_of, weights_digest
-from kvarve.reference.engine.layers import plan_layers
+from kvarve.reference.engine.layers import compute, plan_layers
 from kvarve.reference.engine.model_errors import in_words, one_line
 from kvarve.reference.engine.quantized import Packing, dequantizing, method_of, unreadable, without_quantization
 from kvarve.reference.engine.rank_processes import Ranks
 from kvarve.reference.engine.shards import divide, head_groups, with_groups, with_replicated
 from kvarve.reference.engine.stepwise import make_resumable
 from kvarve.reference.engine.workspace import StateLayout, Workspace, check_pages
-from kvarve.reference.engine.wrappers import compute, model_class, own_config, require_causal
+from kvarve.reference.engine.wrappers import model_class, own_config, require_causal
 
 log = logging.getLogger(__name__)
 

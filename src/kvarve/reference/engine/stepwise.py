@@ -23,8 +23,7 @@ from torch.nn.functional import pad
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.cache_utils import Cache
 
-from kvarve.reference.engine.layers import LayerPlan, dry_run, new_cache, plan_layers
-from kvarve.reference.engine.wrappers import compute
+from kvarve.reference.engine.layers import LayerPlan, compute, dry_run, new_cache, plan_layers
 
 
 def layers_ignoring_state(model: Any, plans: Sequence[LayerPlan], cache_class: type) -> dict[int, Any]:

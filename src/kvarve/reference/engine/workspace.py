@@ -14,10 +14,9 @@ from torch import Tensor
 from kvarve.errors import ConfigError, ModelError
 from kvarve.pages import boundaries
 from kvarve.pages.pools import BufferSpec, PoolSpec, window_lookback
-from kvarve.reference.engine.layers import LayerPlan, Tape, dry_run, new_cache, page_multiple, plan_layers
+from kvarve.reference.engine.layers import LayerPlan, Tape, compute, dry_run, new_cache, page_multiple, plan_layers
 from kvarve.reference.engine.model_errors import MISFITS, in_words
 from kvarve.reference.engine.stepwise import layers_ignoring_state
-from kvarve.reference.engine.wrappers import compute
 
 TRIED_TOKENS = 4
 

@@ -5,14 +5,12 @@ wrapper computes text by itself, so that it is used as it is, under its own name
 weights are neither read nor counted.
 """
 
-import inspect
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.masking_utils import create_causal_mask
 
 from kvarve.errors import ModelError
 from kvarve.reference.engine.model_errors import MISFITS, in_words
@@ -67,24 +65,6 @@ def without_towers(wrapper: Any) -> Any:
 
 
 # transformers calls the cache of a model `cache`; before 5.24 `past_key_values`, and `cache_params` in state spaces.
-CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
-CACHE_PARAMS = "cache_params"
-
-
-def cache_argument(model: Any) -> str:
-    """The argument by which a model takes its cache, and the field in which its output has it."""
-    return CACHE_PARAMS if CACHE_PARAMS in _arguments(type(model).forward) else CACHE
-
-
-@cache
-def _arguments(forward: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
-
-
-def compute(model: Any, cache: Any, **inputs: Any) -> Any:
-    """The output of a model for some tokens after those in the cache, which takes them too."""
-    with torch.no_grad():
-        return model(**inputs, **{cache_argument(model): cache}, use_cache=True)
 
 
 def require_causal(model: Any) -> None:

@@ -18,11 +18,11 @@ from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.inputs import Evict
 from kvarve.reference.engine.job import Job
+from kvarve.reference.engine.layers import cache_argument, compute
 from kvarve.reference.engine.model import LoadedModel, forward
 from kvarve.reference.engine.rank_processes import Ranks
 from kvarve.reference.engine.requests import Finish, Request, Sampling, TokenUsage
 from kvarve.reference.engine.workspace import Workspace
-from kvarve.reference.engine.wrappers import cache_argument, compute
 from kvarve.system.background import BackgroundCall
 
 Step = Callable[[Tensor], Tensor]
