@@ -1,26 +1,46 @@
 """Flags of SGLang and vLLM mean the same here, are explained, or are refused."""
 
-from dataclasses import fields
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
 from kvarve.cli.main import main
 from kvarve.core.policies import Policies
-from kvarve.errors import ConfigError
+from kvarve.errors import ConfigError, ModelError
 from kvarve.reference.server.serve_settings import Settings
-from kvarve.settings.engine_flags import FLAGS, translated
+from kvarve.settings.engine_flags import FLAGS
+from kvarve.settings.translate import command_of, in_words, translated
+from kvarve.storage.urls import shown
 
 DEVICE = 1 << 28
+OUR_FLAGS = {"--" + each.name.replace("_", "-") for kind in (Settings, Policies) for each in fields(kind)}
+
+COMMANDS = tomllib.loads((Path(__file__).parent / "published_commands.toml").read_text())["command"]
 
 
-def ours(*words: str) -> tuple[list[str], list[str]]:
+@dataclass
+class Machine:
+    """One on which a token takes two bytes, a state 100, and a GPU of 1,000 bytes has 100 of weights."""
+
+    gpu: bool = True
+    known: bool = True
+
+    def pages_bytes(self, words: Sequence[str], tokens: int) -> int:
+        if not self.known:
+            raise ModelError("no such folder")
+        return 2 * tokens + 100 * ("--states" in words)
+
+    def gpu_bytes(self, words: Sequence[str]) -> tuple[int, int] | None:
+        return (1000, 100) if self.gpu else None
+
+
+def ours(*words: str, on: Machine = Machine()) -> tuple[list[str], list[str]]:  # noqa: B008 - frozen by its tests
     """The words in our flags, and the notes."""
     notes = list[str]()
-    return translated(words, DEVICE, notes.append), notes
-
-
-OUR_FLAGS = {"--" + each.name.replace("_", "-") for kind in (Settings, Policies) for each in fields(kind)}
+    return translated(words, OUR_FLAGS | {"--config"}, DEVICE, on, notes.append, shown), notes
 
 
 def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
@@ -44,6 +64,15 @@ def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
         ("--hicache-ratio 1.5 --device-memory 1GiB", f"--device-memory 1GiB --host-memory {3 << 29}B"),
         ("--device-memory=1GiB --hicache-ratio=0", "--device-memory=1GiB --host-memory 0B"),
         ("--hicache-ratio 2 --hicache-size 1", "--host-memory 1GB"),
+        ("--hicache-ratio 3 --hicache-size 0", f"--host-memory {DEVICE * 3}B"),
+        ("--hicache-size 0", f"--host-memory {DEVICE * 2}B"),
+        ("--hicache-size None --tp-size None --chunked-prefill-size -1 --max-model-len -1", ""),
+        ("--max-mamba-cache-size 9 --mamba-scheduler-strategy no_buffer", "--states 9 --keep-states ends"),
+        ("--max-total-tokens 300", "--device-memory 600B"),
+        ("--max-total-tokens 300 --max-mamba-cache-size 1", "--states 1 --device-memory 700B"),
+        ("--max-total-tokens 300 --mem-fraction-static 0.5", "--device-memory 400B"),
+        ("--max-total-tokens 300 --hicache-ratio 2", "--device-memory 600B --host-memory 1200B"),
+        ("--gpu-memory-utilization 0.5 --device-memory 7B", "--device-memory 7B"),
         ("--hicache-write-policy write_back", "--write-policy back"),
         ("--hicache-storage-prefetch-policy timeout", f"--storage-wait {Policies.storage_wait}"),
         ("--radix-eviction-policy lfu --admin-api-key k", "--eviction lfu --admin-key k"),
@@ -53,7 +82,7 @@ def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
             "--storage mooncake://m:1",
         ),
         ("--port 7 --model x", "--port 7 --model x"),
-        ("--load-format auto --kv-cache-dtype=auto --dp-size 1", ""),
+        ("--load-format auto --kv-cache-dtype=auto --dp-size 1 --schedule-policy lpm --trust-remote-code", ""),
     ],
 )
 def test_a_flag_of_theirs_is_one_of_ours(theirs: str, told: str) -> None:
@@ -69,11 +98,58 @@ def test_a_flag_without_meaning_is_explained_in_a_line() -> None:
     ]
 
 
+def test_what_takes_a_gpu_or_a_model_to_know_is_left_out_in_a_line_without_it() -> None:
+    words, notes = ours("--mem-fraction-static", "0.8", "--max-total-tokens", "9", on=Machine(gpu=False, known=False))
+    assert words == [] and [note.partition(": ")[0] for note in notes] == [
+        "--max-total-tokens is left out, as the model is not known here",
+        "--mem-fraction-static changes nothing here",
+    ]
+
+
+def test_all_that_is_wrong_with_a_command_is_said_at_once_with_the_command_that_is_left() -> None:
+    theirs = "--tp-size 2 --pp-size 2 --fooo 3 --page-syze=9 --schedule-policy fcfs --api-key hush --enable-lora"
+    with pytest.raises(ConfigError) as caught:
+        ours(*theirs.split())
+    *wrong, left = str(caught.value).split("; ")
+    assert [each.partition(":")[0] for each in wrong] == [
+        "--pp-size 2 is not supported",
+        "unknown option '--fooo'",
+        "unknown option '--page-syze'",
+        "--schedule-policy fcfs is not supported",
+        "--enable-lora is not supported",
+    ]
+    assert left == "without them: kvarve serve --tp 2 --api-key ...", "and no key is shown"
+
+
+@pytest.mark.parametrize("published", COMMANDS)
+def test_a_published_command_is_one_of_ours(published: dict[str, str]) -> None:
+    variables, flags = command_of(published["theirs"])
+    try:
+        found = in_words(ours(*flags, on=Machine(gpu=False, known=False))[0], shown)
+    except ConfigError as e:
+        found = str(e)
+    assert " ".join([*variables, found]) == published["ours"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["vllm serve /m --block-size 32", "VLLM_X=1 Y=1 python -m sglang.launch_server --model-path /m --page-size=32"],
+)
+def test_a_command_is_printed_as_ours(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "from-vllm", text]) == 0
+    told = capsys.readouterr().out.strip()
+    assert told.removeprefix("Y=1 ") == "kvarve serve --model /m --page-tokens 32"
+    assert told.startswith("Y=1 ") == ("Y=1" in text), "variables of theirs alone are left out"
+    assert main(["config", "from-sglang", "vllm serve 'open"]) == 2
+
+
 @pytest.mark.parametrize(
     ("theirs", "told"),
     [
-        ("--mem-fraction-static 0.8", "--mem-fraction-static is not supported: memory for pages is given in bytes"),
-        ("--trust-remote-code", "--trust-remote-code is not supported: no code of a checkpoint"),
+        ("--mem-fraction-static 8", "--mem-fraction-static must be above 0 and at most 1, got '8'"),
+        ("--mem-fraction-static 0.01", "--mem-fraction-static leave no memory for pages"),
+        ("--max-total-tokens many", "--max-total-tokens must be a number of tokens, got 'many'"),
+        ("--schedule-policy fcfs", "--schedule-policy fcfs is not supported: those with most pages in memory go first"),
         ("--data-parallel-size=2", "--data-parallel-size 2 is not supported: start several servers behind a router"),
         ("--hicache-ratio", "--hicache-ratio needs a value"),
         (
@@ -82,7 +158,7 @@ def test_a_flag_without_meaning_is_explained_in_a_line() -> None:
         ),
         ("--hicache-ratio two", "--hicache-ratio must be a number, got 'two'"),
         ("--hicache-ratio 1/0", "--hicache-ratio must be a number, got '1/0'"),
-        ("--hicache-ratio -1", "must be a ratio of host memory"),
+        ("--hicache-ratio -1", "--hicache-ratio must be a ratio of host memory"),
         ("--hicache-ratio 2 --config x.toml", "needs --device-memory beside it"),
         ("--hicache-storage-backend-extra-config {}", "needs --hicache-storage-backend"),
         ("--hicache-storage-backend nixl", "unknown storage 'nixl'"),

@@ -17,8 +17,9 @@ from kvarve.errors import ConfigError, KvarveError, require_assertions
 from kvarve.reference.server.logs import begin_log
 from kvarve.reference.server.serve_settings import ADVANCED, GROUPS, Settings
 from kvarve.settings.commands import Attach, Demo, Models, Remote, Verify
-from kvarve.settings.engine_flags import translated
 from kvarve.settings.options import ConfigFile, Help, call, example, needs, root_app
+from kvarve.settings.translate import command_of, in_words, translated
+from kvarve.storage.urls import shown
 
 _SERVE = example(
     "kvarve serve --storage 'file:///var/kvarve?capacity=100GiB' --host-memory 4GiB",
@@ -90,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [*(sys.argv[1:] if argv is None else argv)]
         served = next((len(chain) for chain in (["serve"], ["config", "show"]) if words[: len(chain)] == chain), 0)
         if served:
-            words[served:] = translated(
-                words[served:], Settings.device_memory, lambda note: print(f"kvarve: {note}", file=sys.stderr)
-            )
+            words[served:] = _translated(words[served:])
         return call(app, words) or 0
     except KvarveError as e:
         print(f"kvarve: {' '.join(str(e).split())}", file=sys.stderr)
@@ -102,6 +101,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+class _Measures:
+    """Loads torch when it is asked."""
+
+    def pages_bytes(self, words: Sequence[str], tokens: int) -> int:
+        with needs("engine", "a number of tokens"):
+            from kvarve.reference.server import measures
+
+        return measures.pages_bytes(words, tokens)
+
+    def gpu_bytes(self, words: Sequence[str]) -> tuple[int, int] | None:
+        with needs("engine", "a share of a GPU"):
+            from kvarve.reference.server import measures
+
+        return measures.gpu_bytes(words)
+
+
+def _translated(words: Sequence[str]) -> list[str]:
+    """The words of `kvarve serve` or `config show`, of which some may be another engine's."""
+    arguments = app["config"]["show"].assemble_argument_collection()
+    known = {name for each in arguments for name in each.names} | {"--help", "--version"}
+    return translated(
+        words, known, Settings.device_memory, _Measures(), lambda note: print(f"kvarve: {note}", file=sys.stderr), shown
+    )
 
 
 @app.command(help_epilogue=_SERVE, help_formatter=Help(GROUPS, "kvarve config show --help"))
@@ -237,6 +261,20 @@ config.command(
     help_formatter=Help(GROUPS | {"Needed by few": ADVANCED, "Output": "changed json"}),
     config=[_as_served],
 )
+
+
+def _from(command: Annotated[str, Parameter(name="COMMAND", help="Command in quotes, with its variables")], /) -> None:
+    variables, flags = command_of(command)
+    print(" ".join([*variables, in_words(_translated(flags), shown)]))
+
+
+for _engine, _theirs in (("sglang", "python -m sglang.launch_server"), ("vllm", "vllm serve")):
+    config.command(
+        _from,
+        name=f"from-{_engine}",
+        help=f"Print the command of kvarve serve that does what a command of `{_theirs}` does.",
+        help_epilogue=example(f"kvarve config from-{_engine} '{_theirs} --model /models/Qwen3.5-9B --tp 2'"),
+    )
 
 
 @app.command(help_epilogue=example("kvarve completion bash > ~/.local/share/bash-completion/completions/kvarve"))

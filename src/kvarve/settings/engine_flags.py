@@ -1,21 +1,17 @@
-"""What people of SGLang and vLLM call things: flags of `serve`, and storage backends. Plain data and its conversion.
+"""What people of SGLang and vLLM call things: flags of `serve`, and storage backends. Plain data.
 
 A flag of theirs becomes one of kvarve, is explained in a line, or is refused in one, so that a command that people have
-either means the same here or says why not.
+either means the same here or says why not. `translate` reads a whole command by it.
 """
 
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from kvarve.errors import ConfigError
-from kvarve.pages.sizes import parse_size
 
 
 @dataclass(frozen=True)
@@ -27,6 +23,7 @@ class Flag:
     value: Callable[[str], str] = str  # from their value to ours
     switch: bool = False  # it takes no value
     fine: tuple[str, ...] | None = None  # values that change nothing here, () for all of them; "" is a switch
+    unset: tuple[str, ...] = ("None",)  # values that mean there that nothing was given
 
     def allows(self, value: str) -> bool:
         return self.fine is not None and (not self.fine or value in self.fine)
@@ -40,24 +37,37 @@ def _only(value: str, why: str) -> Flag:
     return Flag(why, fine=(value,))
 
 
+def _by(name: str, ours: str, values: Mapping[str, str]) -> Flag:
+    return Flag(
+        ", ".join(f"{theirs} is {here}" for theirs, here in values.items()),
+        ours,
+        lambda value: str(_known(values, name, value)),
+    )
+
+
 _same, _no, _no_switch = partial(Flag, ""), Flag, partial(Flag, switch=True)
 _nothing, _always = partial(Flag, fine=()), partial(Flag, switch=True, fine=("",))
 BACKEND, EXTRA, RATIO = "--hicache-storage-backend", "--hicache-storage-backend-extra-config", "--hicache-ratio"
+HOST, TOKENS = "--hicache-size", "--max-total-tokens"
+FRACTIONS = ("--mem-fraction-static", "--gpu-memory-utilization")
 _ITS_CACHE = "a server is its cache; a request leaves it out by skip_reading_prefix_cache"
 _PIPELINE = "a model is divided by heads (--tp), not by layers"
 _SERVERS = "start several servers behind a router: docs/several-servers.md"
-_BYTES = "memory for pages is given in bytes: --device-memory"
+_BYTES = "of a GPU's memory, less the weights; on a CPU it changes nothing: --device-memory says it"
 _ADAPTERS = "adapters are not loaded: merge one into its model"
 _TOOLS = "templates write tools into a prompt, and a client reads calls from the answer's text: nothing is parsed here"
+_KERNELS = "it is about kernels and graphs of that engine"
+_START = "it is about that server's own start and watch"
 _CONSTRAINED = "answers cannot be constrained here: run kvarve behind vLLM or SGLang"
 _DRAFTS = "there is no speculative decoding here: run kvarve behind vLLM or SGLang"
+_REASONING = "reasoning stays in the answer's text"
 _TOKENIZER = "the tokenizer is the one in the model's folder"
 
 FLAGS: Mapping[str, Flag] = {
     # SGLang's cache
     "--enable-hierarchical-cache": _always("there are host pages unless --host-memory is 0"),
     RATIO: Flag("of --device-memory", "--host-memory"),
-    "--hicache-size": _in("GB", "--host-memory"),
+    HOST: Flag("in GB; 0 is --hicache-ratio", "--host-memory", lambda value: f"{value}GB", unset=("None", "0")),
     "--hicache-write-policy": Flag("", "--write-policy", lambda value: str(our_write(value))),
     "--hicache-io-backend": _nothing("copies run on streams of their own, through pinned memory"),
     "--hicache-mem-layout": _nothing("a page lies in host memory as it lies in storage, all layers together"),
@@ -80,21 +90,28 @@ FLAGS: Mapping[str, Flag] = {
         "auto", "pages have the model's own type; ?compress=auto of a --storage makes them small"
     ),
     # memory and batches
-    "--mem-fraction-static": _no(_BYTES),
-    "--gpu-memory-utilization": _no(_BYTES),
-    "--max-total-tokens": _no(_BYTES),
-    "--chunked-prefill-size": _same("--turn-tokens"),
+    **dict.fromkeys(FRACTIONS, Flag(_BYTES, "--device-memory")),
+    TOKENS: Flag("in tokens: the model says how many bytes that is", "--device-memory"),
+    "--max-mamba-cache-size": _same("--states"),
+    "--mamba-scheduler-strategy": _by(
+        "--mamba-scheduler-strategy",
+        "--keep-states",
+        {"no_buffer": "ends", "extra_buffer": "ends,branches", "auto": "ends,branches,chunks"},
+    ),
+    "--chunked-prefill-size": Flag("-1 is the default of kvarve", "--turn-tokens", unset=("None", "-1")),
     "--max-num-batched-tokens": _same("--turn-tokens"),
     "--max-running-requests": _same("--max-running"),
     "--max-num-seqs": _same("--max-running"),
     "--max-queued-requests": _same("--max-waiting"),
-    "--schedule-policy": _only("fcfs", "requests are served in the order of their arrival"),
+    "--schedule-policy": Flag(
+        "those with most pages in memory go first, and nobody is overtaken by more than 8 others", fine=("lpm",)
+    ),
     # the model
     "--model-path": _same("--model"),
-    "--max-model-len": _same("--context-length"),
+    "--max-model-len": Flag("", "--context-length", unset=("None", "-1", "auto")),
     "--tokenizer": _no(_TOKENIZER),
     "--tokenizer-path": _no(_TOKENIZER),
-    "--trust-remote-code": _no_switch("no code of a checkpoint is ever run"),
+    "--trust-remote-code": _always("no code of a checkpoint is ever run"),
     "--quantization": _no("how weights are quantized is read from the checkpoint"),
     "--load-format": _only("auto", "weights are read from *.safetensors"),
     "--random-seed": _nothing("a request has its own seed"),
@@ -119,82 +136,34 @@ FLAGS: Mapping[str, Flag] = {
     "--enable-lora": _no_switch(_ADAPTERS),
     "--lora-paths": _no(_ADAPTERS),
     "--lora-modules": _no(_ADAPTERS),
-    "--tool-call-parser": _no(_TOOLS),
-    "--enable-auto-tool-choice": _no_switch(_TOOLS),
-    "--reasoning-parser": _no("reasoning stays in the answer's text"),
+    "--tool-call-parser": _nothing(_TOOLS),
+    "--enable-auto-tool-choice": _always(_TOOLS),
+    "--reasoning-parser": _nothing(_REASONING),
+    "--enable-reasoning": _always(_REASONING),
+    # how they compute and start
+    "--attention-backend": _nothing(_KERNELS),
+    "--decode-attention-backend": _nothing(_KERNELS),
+    "--prefill-attention-backend": _nothing(_KERNELS),
+    "--sampling-backend": _nothing(_KERNELS),
+    "--cuda-graph-max-bs": _nothing(_KERNELS),
+    "--disable-cuda-graph": _always(_KERNELS),
+    "--enforce-eager": _always(_KERNELS),
+    "--compilation-config": _nothing(_KERNELS),
+    "--enable-torch-compile": _always(_KERNELS),
+    "--moe-runner-backend": _nothing(_KERNELS),
+    "--disable-overlap-schedule": _always(_KERNELS),
+    "--async-scheduling": _always(_KERNELS),
+    "--skip-server-warmup": _always(_START),
+    "--watchdog-timeout": _nothing(_START),
+    "--distributed-executor-backend": _nothing(_START),
+    "--dist-timeout": _same("--rank-deadline-s"),
+    "--enable-chunked-prefill": _always("prompts are always computed in chunks"),
+    "--disable-log-stats": _always("/metrics is always on"),
     "--grammar-backend": _no(_CONSTRAINED),
     "--structured-outputs-config": _no(_CONSTRAINED),
     "--speculative-algorithm": _no(_DRAFTS),
     "--speculative-config": _no(_DRAFTS),
 }
-
-
-def translated(words: Iterable[str], device_memory: int, note: Callable[[str], None]) -> list[str]:
-    """The words of a command line of `serve` with our flags for theirs; `note` gets a line for each without meaning.
-
-    `device_memory`: the default, in bytes. ConfigError for a flag that is refused.
-    """
-    left, ours = [*words], list[str]()
-    theirs: dict[str, str] = {}  # of those that mean something together
-    while left:
-        word = left.pop(0)
-        name, given, value = word.partition("=")
-        flag = FLAGS.get(name)
-        if flag is None:
-            ours.append(word)
-            continue
-        if not given and not flag.switch:
-            if not left:
-                raise ConfigError(f"{name} needs a value")
-            value = left.pop(0)
-        if name in (BACKEND, EXTRA, RATIO):
-            theirs[name] = value
-        elif flag.ours is not None:
-            ours += [flag.ours, flag.value(value)]
-        elif flag.allows(value):
-            note(f"{name} changes nothing here: {flag.why}")
-        else:
-            asked = "" if flag.switch or flag.fine is None else f" {value[:40]}"
-            raise ConfigError(f"{name}{asked} is not supported: {flag.why}")
-    return ours + _together(theirs, ours, device_memory)
-
-
-def _together(theirs: Mapping[str, str], ours: list[str], device_memory: int) -> list[str]:
-    """What flags of theirs mean beside others."""
-    found = []
-    if RATIO in theirs and "--host-memory" not in ours:  # of SGLang's, too, a size goes before a ratio
-        device = _device_bytes(ours, device_memory)
-        try:
-            ratio = Fraction(theirs[RATIO])
-        except (ValueError, ZeroDivisionError):
-            raise ConfigError(f"{RATIO} must be a number, got {theirs[RATIO][:40]!r}") from None
-        if not 0 <= ratio <= 1 << 20:
-            raise ConfigError(f"{RATIO}: {theirs[RATIO][:40]!r} must be a ratio of host memory to device memory")
-        found += ["--host-memory", f"{int(ratio * device)}B"]
-    if EXTRA in theirs and BACKEND not in theirs:
-        raise ConfigError(f"{EXTRA} needs {BACKEND}, of which it is the config")
-    if BACKEND in theirs:
-        extra = theirs.get(EXTRA)
-        if extra is not None and extra.startswith("@"):
-            try:
-                extra = Path(extra[1:]).read_text(encoding="utf-8")
-            except (OSError, ValueError) as e:
-                raise ConfigError(f"{EXTRA}: {extra[1:]!r} cannot be read: {e}") from None
-        found += ["--storage", storage_url(theirs[BACKEND], extra)]
-    return found
-
-
-def _device_bytes(ours: list[str], default: int) -> int:
-    """The device memory that the words give, or the environment, or the default."""
-    for i in reversed(range(len(ours))):
-        name, given, value = ours[i].partition("=")
-        if name == "--device-memory" and (given or i + 1 < len(ours)):
-            return parse_size(value if given else ours[i + 1])
-    if text := os.environ.get("KVARVE_SERVE_DEVICE_MEMORY"):
-        return parse_size(text)
-    if any(word.partition("=")[0] == "--config" for word in ours):
-        raise ConfigError(f"{RATIO} needs --device-memory beside it, of which it is the ratio; or give --host-memory")
-    return default
 
 
 # --- policies

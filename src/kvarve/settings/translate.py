@@ -1,0 +1,196 @@
+"""A command line of SGLang's or vLLM's server as one of `kvarve serve`, with all that is wrong with it at once."""
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from kvarve.errors import ConfigError, KvarveError
+from kvarve.pages.sizes import parse_size
+from kvarve.settings.engine_flags import BACKEND, EXTRA, FLAGS, FRACTIONS, HOST, RATIO, TOKENS, storage_url
+from kvarve.settings.values import closest
+
+THEIR_RATIO = "2"  # of host memory to device memory, where SGLang is given neither
+TOGETHER = (BACKEND, EXTRA, RATIO, HOST, TOKENS, *FRACTIONS)
+LAUNCHERS = ("sglang.launch_server", "vllm.entrypoints.openai.api_server", "serve")
+LEFT_OUT = ("SGLANG_", "VLLM_")  # variables of theirs
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*=")
+
+
+class Measures(Protocol):
+    """What takes torch to know of `kvarve serve` with some words. KvarveError if it cannot be known."""
+
+    def pages_bytes(self, words: Sequence[str], tokens: int, /) -> int:
+        """The bytes of so many tokens, and of the words' --states, on one rank."""
+
+    def gpu_bytes(self, words: Sequence[str], /) -> tuple[int, int] | None:
+        """The memory of a rank's GPU, and its part of the weights; None without a GPU."""
+
+
+def command_of(text: str) -> tuple[list[str], list[str]]:
+    """The variables that are not theirs, and the flags, of a command as people write it: "A=b vllm serve MODEL --x 2".
+    ConfigError if its quotes do not match."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as e:
+        raise ConfigError(f"the command must be one that a shell reads: {e}") from None
+    begun = next((at + 1 for at, word in enumerate(words) if word in LAUNCHERS), 0)
+    before, flags = words[:begun], words[begun:]
+    if not begun:  # flags alone, or behind variables
+        begun = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+        before, flags = words[:begun], words[begun:]
+    if flags and not flags[0].startswith("-"):  # vllm serve MODEL
+        flags[:1] = ["--model", flags[0]]
+    return [word for word in before if _VARIABLE.match(word) and not word.startswith(LEFT_OUT)], flags
+
+
+def translated(
+    words: Iterable[str],
+    options: Collection[str],
+    device_memory: int,
+    measures: Measures,
+    note: Callable[[str], None],
+    shown: Callable[[str], str],
+) -> list[str]:
+    """The words of a command line of `serve` with our flags for theirs; `note` gets a line for each without meaning.
+
+    `options`: those that serve has. `device_memory`: the default, in bytes. `shown`: a storage URL without its password.
+    ConfigError names all flags that are refused or unknown, and the command that is left; of one without a flag of
+    theirs, other code finds what is unknown.
+    """
+    left, ours, wrong = [*words], list[str](), list[str]()
+    foreign = any(word.partition("=")[0] in FLAGS for word in left)
+    theirs: dict[str, str] = {}  # of those that mean something together
+    while left:
+        word = left.pop(0)
+        name, given, value = word.partition("=")
+        flag = FLAGS.get(name)
+        if flag is None:
+            if foreign and name.startswith("--") and name not in options:
+                wrong.append(f"unknown option {name!r}{closest(name, [*options, *FLAGS])}")
+                if left and not given and not left[0].startswith("-"):
+                    del left[0]
+            else:
+                ours.append(word)
+            continue
+        if not given and not flag.switch:
+            if not left:
+                raise ConfigError(f"{name} needs a value")
+            value = left.pop(0)
+        if value in flag.unset and not flag.switch:
+            theirs |= {name: ""} if name == HOST and value == "0" else {}
+        elif name in TOGETHER:
+            theirs[name] = value
+        elif flag.ours is not None:
+            try:
+                ours += [flag.ours, flag.value(value)]
+            except ConfigError as e:
+                wrong.append(str(e))
+        elif flag.allows(value):
+            note(f"{name} changes nothing here: {flag.why}")
+        else:
+            asked = "" if flag.switch else f" {value[:40]}"
+            wrong.append(f"{name}{asked} is not supported: {flag.why}")
+    for part in (_storage, partial(_device, measures, note), partial(_host, device_memory)):
+        try:
+            ours += part(theirs, ours)
+        except ConfigError as e:
+            wrong.append(str(e))
+    if wrong:
+        rest = f"; without them: {in_words(ours, shown)}" if foreign and len(ours) else ""
+        raise ConfigError("; ".join(wrong) + rest)
+    return ours
+
+
+def in_words(ours: Sequence[str], shown: Callable[[str], str]) -> str:
+    """A command of `kvarve serve` for people: no key and no password is in it."""
+    told = ["kvarve", "serve"]
+    for before, word in zip(("", *ours), ours, strict=False):
+        hidden = before in ("--api-key", "--admin-key")
+        told.append("..." if hidden else shown(word) if before == "--storage" else word)
+    return shlex.join(told)
+
+
+# --- what flags of theirs mean beside others
+
+
+def _storage(theirs: dict[str, str], ours: list[str]) -> list[str]:
+    if EXTRA in theirs and BACKEND not in theirs:
+        raise ConfigError(f"{EXTRA} needs {BACKEND}, of which it is the config")
+    if BACKEND not in theirs:
+        return []
+    extra = theirs.get(EXTRA)
+    if extra and extra.startswith("@"):
+        try:
+            extra = Path(extra[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as e:
+            raise ConfigError(f"{EXTRA}: {extra[1:]} cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    return ["--storage", storage_url(theirs[BACKEND], extra)]
+
+
+def _host(device_memory: int, theirs: dict[str, str], ours: list[str]) -> list[str]:
+    """Host memory: of SGLang's, too, a size goes before a ratio."""
+    if theirs.get(HOST):
+        return ["--host-memory", FLAGS[HOST].value(theirs[HOST])]
+    if not {HOST, RATIO} & {*theirs} or "--host-memory" in ours:
+        return []
+    given = theirs.get(RATIO, THEIR_RATIO)
+    try:
+        ratio = Fraction(given)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"{RATIO} must be a number, got {given[:40]!r}") from None
+    if not 0 <= ratio <= 1 << 20:
+        raise ConfigError(f"{RATIO} must be a ratio of host memory to device memory, got {given[:40]!r}")
+    return ["--host-memory", f"{int(ratio * _device_bytes(ours, device_memory))}B"]
+
+
+def _device(measures: Measures, note: Callable[[str], None], theirs: dict[str, str], ours: list[str]) -> list[str]:
+    """Device memory, of theirs the least of a share of a GPU and a number of tokens."""
+    found, asked = list[int](), [name for name in (TOKENS, *FRACTIONS) if name in theirs]
+    for name in asked:
+        text = theirs[name]
+        whole = name == TOKENS
+        if not (text.isdecimal() and int(text) if whole else _share(text)):
+            form = "a number of tokens" if whole else "above 0 and at most 1"
+            raise ConfigError(f"{name} must be {form}, got {text[:40]!r}")
+        try:
+            if whole:
+                found.append(measures.pages_bytes(ours, int(text)))
+            elif (gpu := measures.gpu_bytes(ours)) is None:
+                note(f"{name} changes nothing here: there is no GPU, so --device-memory says it")
+            else:
+                found.append(int(Fraction(text) * gpu[0] - gpu[1]))
+        except KvarveError as e:
+            note(f"{name} is left out, as the model is not known here: {e}")
+    if found and min(found) <= 0:
+        raise ConfigError(f"{', '.join(asked)} leave no memory for pages: the weights need more")
+    return ["--device-memory", f"{min(found)}B"] if found and "--device-memory" not in ours else []
+
+
+def _share(text: str) -> bool:
+    try:
+        return 0 < Fraction(text) <= 1
+    except (ValueError, ZeroDivisionError):
+        return False
+
+
+def _device_bytes(ours: list[str], default: int) -> int:
+    """The device memory that the words give, or the environment, or the default."""
+    if text := value_of(ours, "--device-memory") or os.environ.get("KVARVE_SERVE_DEVICE_MEMORY"):
+        return parse_size(text)
+    if value_of(ours, "--config"):
+        raise ConfigError(f"{RATIO} needs --device-memory beside it, of which it is the ratio; or give --host-memory")
+    return default
+
+
+def value_of(words: Sequence[str], name: str) -> str | None:
+    """The last value of an option."""
+    for at in reversed(range(len(words))):
+        option, given, value = words[at].partition("=")
+        if option == name and (given or at + 1 < len(words)):
+            return value if given else words[at + 1]
+    return None
