@@ -54,9 +54,11 @@ def test_a_request_has_one_line_with_its_id_and_what_came_of_it_and_no_text(
     assert re.match(
         r"two: POST /v1/completions: 200 in [0-9.]+ s, 1 length, 50 prompt tokens \(.*\), 16 answered$", two
     )
-    assert re.match(r"three: POST /v1/completions: 400 in [0-9.]+ s, param temperature$", three)
+    assert re.match(r"three: POST /v1/completions: 400 in [0-9.]+ s, code invalid_value, param temperature$", three)
     assert re.match(r"four: GET /nowhere%0Akvarve%3A%20a%20line%20of%20mine: 404 in", four)
     assert song[:5] not in caplog.text and "a-salt" not in caplog.text
+    kept = [record.told() for record in caplog.records if record.name.endswith("request_log")]  # type: ignore[attr-defined]
+    assert all("status" in each and "gen_ai.usage.output_tokens" not in each for each in kept), "and no request with it"
 
 
 def test_a_log_of_json_has_an_object_a_line_with_the_fields_of_a_span(client: httpx.Client, song: str) -> None:

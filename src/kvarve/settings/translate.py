@@ -58,7 +58,7 @@ def translated(
 ) -> list[str]:
     """The words of a command line of `serve` with our flags for theirs; `note` gets a line for each without meaning.
 
-    `options`: those that serve has. `device_memory`: the default, in bytes. `shown`: a storage URL without its password.
+    `options`: those that serve has. `device_memory`: the default, in bytes. `shown`: a storage URL without secrets.
     ConfigError names all flags that are refused or unknown, and the command that is left; of one without a flag of
     theirs, other code finds what is unknown.
     """

@@ -92,7 +92,10 @@ class Observed:
                 line |= {"key": seen.key.name} if seen.key else {}
                 line |= {f"error.{name}": value for name, value in error.items() if value is not None}
                 text = ", ".join([f"{status} in {seconds:.3f} s", *told])
-                log.log(level, "%s: %s: %s", seen.id, what, text, extra={"told": lambda: line | seen.traced()})
+                more = [seen.traced]
+                told_of = {"told": lambda: line | {name: value for each in more for name, value in each().items()}}
+                log.log(level, "%s: %s: %s", seen.id, what, text, extra=told_of)
+                more.clear()  # whoever keeps the record does not keep the request with it
 
 
 def seen(http: Http) -> Seen:
