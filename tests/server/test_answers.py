@@ -53,7 +53,12 @@ def test_n_streamed_answers_are_the_whole_ones_in_pieces(client: httpx.Client, s
     *chunks, closing = stream(client, path, body | {"stream_options": {"include_usage": True}})
     assert closing["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 18
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert len(choices) == len(chunks)
+    assert len(choices) == len(chunks) and not any(chunk["usage"] for chunk in chunks)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counted = [each["usage"]["completion_tokens"] for each in stream(client, path, body | {"stream_options": options})]
+    assert counted == sorted(counted) and counted[0] < 6 and counted[-1] == 18 and len(set(counted)) > 6, (
+        "as it goes on"
+    )
     said: dict[int, str] = defaultdict(str)
     for choice in choices:
         delta = choice if path == COMPLETIONS else choice["delta"]

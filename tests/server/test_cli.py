@@ -81,7 +81,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
         ("serve --storage file:///tmp/\udcff?capacity=1GiB", "storage must be UTF-8, got"),
         ("serve --api-key one --admin-key one", "the admin key must not be the API key"),
         ("serve --hits rounded --deterministic", "deterministic needs exact hits"),
-        ("serve --page-tokens 0", "page_tokens must be at least 1, got 0"),
+        ("serve --page-tokens=-1", "page_tokens must be at least 0, got -1"),
         ("serve --chunk-tokens many", "--chunk-tokens: 'many' is not a whole number"),
         ("serve --write-policy later", "write_policy must be through, through:N (after N uses) or back, got 'later'"),
         ("serve --write-policy through:0", "write_policy must be through, through:N"),
@@ -157,6 +157,12 @@ def test_a_model_whose_pages_have_to_be_larger_says_so_before_its_weights_are_re
     tiny_config("deepseek_v4").save_pretrained(tmp_path)
     line = one_line(say(command, "--model", tmp_path, "--page-tokens", page, "--chunk-tokens", 2 * page))
     assert f"compresses 128 tokens into one entry, which a page of {page} tokens would cut in two" in line
+
+
+def test_without_a_page_size_a_model_gets_the_one_that_it_needs(tmp_path: Path) -> None:
+    tiny_config("deepseek_v4").save_pretrained(tmp_path)
+    assert serve_module._with_pages(settings(tmp_path, page_tokens=0)).page_tokens == 128
+    assert serve_module._with_pages(settings(tmp_path, page_tokens=256)).page_tokens == 256
 
 
 def test_memory_too_small_for_large_weights_is_said_before_they_are_read(

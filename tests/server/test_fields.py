@@ -70,10 +70,6 @@ def test_what_would_change_an_answer_is_refused_by_its_name_unless_it_asks_for_n
         ({"enable_thinking": False}, "chat_template_kwargs is its name here"),
         ({"regex": "a+"}, "regex is not supported: leave it out"),
         ({"lora_path": "tenant-b"}, "lora_path is not supported"),
-        (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats is",
-        ),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format is not supported"),
         ({"response_format": {"type": "text", "more": 1}}, "response_format is not supported"),
     ],

@@ -68,7 +68,7 @@ def test_a_prompt_of_several_answers_is_handed_over_once(client: httpx.Client, s
     [
         ({"ranks": 2}, "another sharding"),
         ({"model": "ab" * 32}, "another model"),
-        ({"key": "ab" * 32}, "another prompt"),
+        ({"key": "ab" * 32}, "another beginning"),
         ({"more": 1}, "exactly these fields"),
         ({"until_s": 1e300}, "until_s is too large, or no number"),
     ],

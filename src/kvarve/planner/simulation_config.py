@@ -11,7 +11,7 @@ from kvarve.errors import ConfigError
 from kvarve.pages.field_checks import require
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier, window_lookback
 from kvarve.pages.sizes import Size
-from kvarve.reference.server.serve_settings import Settings
+from kvarve.reference.server.serve_settings import PAGE_TOKENS, Settings
 from kvarve.settings.commands import Dtype
 from kvarve.settings.options import FLAT, needs
 
@@ -70,7 +70,7 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         served = self.model is not None and not self.page_tokens
-        object.__setattr__(self, "page_tokens", self.page_tokens or (SERVED.page_tokens if served else 512))
+        object.__setattr__(self, "page_tokens", self.page_tokens or (PAGE_TOKENS if served else 512))
         if served and not self.chunk_tokens:
             object.__setattr__(self, "chunk_tokens", SERVED.chunk_tokens)
         for name, value in asdict(self).items():

@@ -293,10 +293,15 @@ def survey(
             yield Facts(family.name, model_type, supported=False, why=str(e))
 
 
+def page_of(config: Any, name: str, page_tokens: int = 64) -> int:
+    """So many tokens, or the next larger number of them that a page of this model can have."""
+    return math.lcm(page_tokens, page_multiple(plan_layers(config, name)))
+
+
 def _grid(config: Any, name: str, page_tokens: int | None, chunk_tokens: int | None) -> tuple[int, int]:
     """The given sizes, or else pages of 64 tokens and chunks of 256, or the next larger that this model can have."""
     if page_tokens is None:
-        page_tokens = math.lcm(64, page_multiple(plan_layers(config, name)))
+        page_tokens = page_of(config, name)
     if chunk_tokens is None:
         chunk_tokens = math.lcm(256, page_tokens)
     if chunk_tokens % page_tokens:

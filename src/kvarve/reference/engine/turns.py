@@ -51,7 +51,7 @@ class Turns:
         if cache.identity.ranks == 1:
             cache.worker.transfers.layerwise = True  # of several ranks none knows which layers have come on the others
         self.counts = EngineCounts()
-        self._turn_tokens = turn_tokens
+        self.turn_tokens = turn_tokens
         self.together = Together() if deterministic else together(model.model, model.layout)
         self._spare = spare_tokens(model.model, model.layout)
         self._batches: dict[tuple[PagedWorkspace, ...], Batch] = {}  # of the last turn
@@ -114,7 +114,7 @@ class Turns:
         here = [job for job in prompts if job.workspace is None or not job.workspace.arriving]
         if answers or here:  # else there is nothing to compute while pages are copied but the layers that have come
             prompts = here
-        left = self._turn_tokens - len(answers)
+        left = self.turn_tokens - len(answers)
         pieces = [*within(left, [(job, self._chunk_end(job) - job.computed) for job in prompts])]
         tails = [job for job in pieces if self._is_tail(job)]
         shapes = [(job.computed, self._chunk_end(job) - job.computed) for job in tails]

@@ -218,11 +218,11 @@ class Stream(Response):
 
         form, answer = self._form, self._answer
         for chunk in (chunk for index in range(answer.count) for chunk in form.opening(index)):
-            await say(chunk)
+            await say(form.counted(chunk, answer.usage))
         index, output = self._first
         while output.finish is not Finish.ERROR:
             for chunk in form.chunks(index, output, answer.choices[index]):
-                await say(chunk)
+                await say(form.counted(chunk, answer.usage))
             if not answer.open:
                 break
             index, output = await answer.next()

@@ -133,9 +133,8 @@ class HandOver(Body):
 
 
 class StreamOptions(Body):
-    refused = fields.STREAM_OPTIONS
-
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampled(Body):
@@ -298,6 +297,7 @@ class RequestBody(Asked, Sampled):
             model=self.model or name,
             spell=spell,
             include_usage=self.include_usage,
+            continuous=bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats),
             details=bool(self.return_cached_tokens_details),
             answers=self.answers,
             echo=echo,

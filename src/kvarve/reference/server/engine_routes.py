@@ -94,7 +94,7 @@ def state(engine: Engine, name: str) -> dict[str, Any]:
         "dtype": model.identity.dtype,
         "context_length": model.max_tokens,
         "page_size": model.identity.page_tokens,
-        "chunked_prefill_size": model.identity.chunk_tokens,
+        "chunked_prefill_size": engine.turn_tokens,
         "tp_size": cache.identity.ranks,
         "dp_size": 1,
         "max_total_num_tokens": cache.scheduler.capacity_tokens(),

@@ -128,7 +128,6 @@ MESSAGE: Neutral = {
     **_all("prefix partial", False),
 }
 TOKENIZE: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template": ()}
-STREAM_OPTIONS: Neutral = {"continuous_usage_stats": (False,)}
 
 INSTEAD = {  # the supported name of the same feature
     **dict.fromkeys(("max_new_tokens", "max_length", "n_predict"), "max_tokens"),

@@ -85,6 +85,10 @@ class Form(Protocol):
         """What a stream says of one output chunk; the `answer` has it already."""
         ...
 
+    def counted(self, chunk: Json, usage: Callable[[], ResponseUsage]) -> Json:
+        """A chunk with the usage so far, if the request wants it."""
+        return chunk
+
     def closing(self, usage: ResponseUsage) -> Iterator[Json]:
         """What a stream says when all answers have ended."""
         return iter(())
@@ -99,6 +103,7 @@ class OpenAIForm(Form):
     model: str
     spell: Callable[[int], str] | None = None
     include_usage: bool = False
+    continuous: bool = False  # each chunk has the usage so far
     details: bool = False  # SGLang's `sglext.cached_tokens_details`
     answers: int = 1  # to each prompt
     echo: Sequence[str] = ()  # the prompts, if answers begin with them
@@ -133,6 +138,9 @@ class OpenAIForm(Form):
                 yield self._chunk(index, {"delta": {}}, finish) | _transfer(ticket)
         elif text or finish is not None or (self.spell and likelihoods):
             yield self._chunk(index, {"text": text}, finish, likelihoods) | _transfer(ticket)
+
+    def counted(self, chunk: Json, usage: Callable[[], ResponseUsage]) -> Json:
+        return chunk | {"usage": usage().json()} if self.continuous else chunk
 
     def closing(self, usage: ResponseUsage) -> Iterator[Json]:
         """The chunks after all answers: where tokens were cached, and the usage, if the request wants them."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvarve.memory.machine import device_bytes
 from kvarve.reference.engine.families import Facts, describe_model
 from kvarve.reference.engine.model import choose_device, quiet_libraries
-from kvarve.reference.server.serve_settings import Settings
+from kvarve.reference.server.serve_settings import PAGE_TOKENS, Settings
 from kvarve.settings.translate import value_of
 
 
@@ -30,7 +30,7 @@ def _ranks(words: Sequence[str]) -> int:
 
 
 def _facts(words: Sequence[str]) -> Facts:
-    pages = _number(words, "--page-tokens") or Settings.page_tokens
+    pages = _number(words, "--page-tokens") or PAGE_TOKENS
     chunks = _number(words, "--chunk-tokens") or max(Settings.chunk_tokens, pages)
     model, dtype = value_of(words, "--model") or Settings.model, value_of(words, "--dtype") or Settings.dtype
     return describe_model(model, dtype, pages, chunks)

@@ -31,8 +31,9 @@ from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
 from kvarve.pages.sizes import format_size
 from kvarve.ranks.group import ALL
 from kvarve.records.seals import seal_of
+from kvarve.reference.engine.batch import together
 from kvarve.reference.engine.engine import Engine
-from kvarve.reference.engine.families import describe_model, reads, takes
+from kvarve.reference.engine.families import describe_model, page_of, reads, takes
 from kvarve.reference.engine.model import (
     LoadedModel,
     check_device,
@@ -41,6 +42,7 @@ from kvarve.reference.engine.model import (
     keeping_answers,
     load_model,
     quiet_libraries,
+    read_config,
     read_template,
     with_chat_template,
     with_context,
@@ -51,7 +53,7 @@ from kvarve.reference.server.connections import KEEP_ALIVE_S, SEND_BYTES, Connec
 from kvarve.reference.server.kv_events import KvEvents, KvEventsConfig
 from kvarve.reference.server.logs import OncePerSecond
 from kvarve.reference.server.middleware import Edge
-from kvarve.reference.server.serve_settings import Settings, check_key
+from kvarve.reference.server.serve_settings import PAGE_TOKENS, Settings, check_key
 from kvarve.reference.server.spans import Traces, check_endpoint
 from kvarve.reference.server.starting import Starting, tell_systemd
 from kvarve.reference.server.trace_out import TraceOut
@@ -90,6 +92,7 @@ class Server:
         settings = replace(settings, device=choose_device(settings.device))
         self.settings, starting = settings, starting or Starting()
         check_settings(settings)
+        settings = self.settings = _with_pages(settings)
         page, chunk = settings.page_tokens, settings.chunk_tokens
         check_model(
             settings.model,
@@ -112,6 +115,9 @@ class Server:
             starting.begins("dividing memory", _memory(settings))
             self.slots = check(model.identity, settings.cache, settings.device)
             _listen(listener, self.url)
+            if not settings.deterministic:
+                starting.begins("trying batches", "what this model computes in a batch as it does alone")
+                together(model.model, model.layout)
             if settings.cache.storages:
                 starting.begins("opening storage", ", then ".join(map(shown, settings.cache.storages)))
             self.engine = _engine(settings, model, ranks)
@@ -219,6 +225,13 @@ class Server:
             self._http.run(sockets=[listener])
 
 
+def _with_pages(settings: Settings) -> Settings:
+    """With the page that the model needs, if none is given."""
+    given = settings.page_tokens
+    page = given or page_of(read_config(settings.model), settings.model, PAGE_TOKENS)
+    return settings if given else replace(settings, page_tokens=page)
+
+
 def _check_memory(settings: Settings) -> None:
     """ConfigError for memory that is too small for a model whose weights take longer to read than its shapes do. With
     ranks it is known once each has its part."""
@@ -288,7 +301,10 @@ def follow(settings: Settings, place: Place, joined: Callable[[], None] = lambda
     joined()
     ranks = Ranks(place, star, settings.device)
     with ranks.ended():
-        engine = _engine(settings, _model(settings, ranks), ranks)
+        model = _model(settings, ranks)
+        if not settings.deterministic:  # as rank 0, since all compute together
+            together(model.model, model.layout)
+        engine = _engine(settings, model, ranks)
         ranks.assemble()
         spare_from_collection()
         if why := engine.follow():
@@ -367,6 +383,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         signal.signal(signal.SIGHUP, lambda number, frame: hung_up.set())
     settings = replace(settings, device=choose_device(settings.device))
     check_settings(settings)
+    settings = _with_pages(settings)
     with ExitStack() as ends:
         ranks = None
         if settings.tp > 1:
@@ -433,7 +450,9 @@ Checks = Iterator[Callable[[], object]]
 
 
 def _check_numbers(settings: Settings) -> Checks:
-    limits = dict.fromkeys(("page_tokens", "chunk_tokens", "max_running", "max_waiting", "turn_tokens"), (1, inf))
+    limits = {"page_tokens": (0, inf)} | dict.fromkeys(
+        ("chunk_tokens", "max_running", "max_waiting", "turn_tokens"), (1, inf)
+    )
     limits |= dict.fromkeys(("max_body_bytes", "context_length", "max_connections"), (1, inf))
     for name, (least, most) in (limits | {"threads": (1, MOST_THREADS), "port": (0, 65535)}).items():
         value, end = getattr(settings, name), f" and at most {most}" if most < inf else ""

@@ -25,6 +25,7 @@ GROUPS = {
     "Access and TLS": "host port api-key api-keys admin-key tls-cert tls-key allowed-host cors-origin",
     "Observability": "log-level log-format metrics-compat trace-out otlp-traces-endpoint kv-events-config config",
 }
+PAGE_TOKENS = 64  # of a page, where neither the settings nor the model say more
 ADVANCED = (
     "verify-host hash-sample states load-at-least fetch-at-least host-share offload-pays-at storage-deadline-s "
     "rank-deadline-s max-connections max-body-bytes ready-file"
@@ -65,8 +66,8 @@ class Settings:
     first [default: none]"""
     storage_key: str | None = None
     """File of 32 random bytes that only this user can read. Pages in storage that were not sealed with it are misses"""
-    page_tokens: int = 64
-    """Tokens of a page; --chunk-tokens must be a multiple of it"""
+    page_tokens: int = 0
+    """Tokens of a page; --chunk-tokens must be a multiple of it [default: 64, or what the model needs]"""
     chunk_tokens: int = 256
     """Tokens of a prompt that are computed at once"""
     hits: Literal["exact", "rounded"] = "exact"
