@@ -5,6 +5,7 @@ PYTHONPATH=tests/server .venv/bin/python tools/pictures.py docs --minutes 6
 
 import argparse
 import random
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from kvarve.reference.server.serve import Server, Settings
 KEY, API_KEY, USERS = "the operator's key", "the clients' key", 4
 WORDS = ("river", "stone", "bridge", "lamp", "town", "ship", "home", "under", "every", "when", "old", "runs")
 SIZES = {"live": (1400, 900, False), "live-dark": (1400, 900, True), "live-phone": (390, 844, False)}
+TROUBLE = {"live-trouble": (1400, 375, False)}  # its storage's folder has been removed
 
 
 def words(count: int, seed: object) -> str:
@@ -44,7 +46,7 @@ def talk(url: str, user: int, stop: threading.Event) -> None:
 
 def shown(browser: Chrome, url: str, folder: Path, names: Sequence[str]) -> None:
     for name in names:
-        width, height, dark = SIZES.get(name) or SIZES[f"live{name.removeprefix('idle')}"]
+        width, height, dark = (SIZES | TROUBLE).get(name) or SIZES[f"live{name.removeprefix('idle')}"]
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -84,6 +86,9 @@ def main() -> None:
             client.put("/admin/storage", json={"url": storage}).raise_for_status()
             time.sleep(60 * given.minutes * 0.3)
         shown(browser, server.url, given.folder, [*SIZES])
+        shutil.rmtree(folder / "pages", ignore_errors=True)
+        time.sleep(10)
+        shown(browser, server.url, given.folder, [*TROUBLE])
 
 
 if __name__ == "__main__":

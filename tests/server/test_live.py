@@ -1,11 +1,13 @@
 """What the live page is told of a server: true numbers, bounded, no prompt's text or salt, and only with the key."""
 
 import json
+import shutil
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -80,7 +82,7 @@ def test_a_request_is_listed_with_its_tokens_by_tier_and_the_reason_of_each(
         assert found is not None and found["status"] == 200 and found["finish"] == "length"
         assert (found["prompt"], found["completion"]) == (usage["prompt_tokens"], 3)
         assert found["cached"] == usage["kvarve"]["cached_tokens"] and found["reasons"] == usage["kvarve"]["reasons"]
-        assert 0 < found["ttft_s"] <= found["seconds"]
+        assert 0 < found["queued_s"] < found["ttft_s"] <= found["seconds"] and found["code"] is None
     assert found["cached"]["device"] > 0
     everything = data(client)
     assert sum(found["reasons"].values()) == found["prompt"] and set(found["reasons"]) <= set(everything["reasons"])
@@ -118,7 +120,8 @@ def test_neither_prompts_nor_answers_nor_salts_are_told(client: httpx.Client, so
     found = data(client, lambda found: of(found, "discreet-400") and of(found, "discreet"))
     text = json.dumps(found, ensure_ascii=False) + json.dumps(found)
     assert not [secret for secret in secrets if secret in text]
-    assert of(found, "discreet-400")["status"] == 400  # type: ignore[index]
+    refusal = of(found, "discreet-400")
+    assert refusal is not None and (refusal["status"], refusal["code"]) == (400, "invalid_value")
 
 
 def test_requests_that_wait_are_listed_until_they_end(server: Server, client: httpx.Client, song: str) -> None:
@@ -219,6 +222,26 @@ def test_what_changes_the_server_is_marked_at_its_time(own_server: Server, own_c
     assert all(began_s - 1 <= each["unix_s"] <= time.time() + 1 for each in found["history"]["marks"])
     flushes = data(own_client, lambda found: len(found["history"]["marks"]) > 1)["history"]["marks"]
     assert ("flush", "0 pages of the host flushed") in [(each["what"], each["text"]) for each in flushes]
+
+
+def test_a_storage_that_is_gone_is_told_with_its_error_and_what_to_do_and_holds_nothing_that_is_known(
+    own_server: Server, own_client: httpx.Client, song: str, tmp_path: Path
+) -> None:
+    own_server.engine.admin.attach(f"file://{tmp_path}/pages?capacity=1MiB")
+    watched = Live(own_server.engine, "singer", lambda: 0, Counter())
+    watched.sample()
+    assert watched.told()["storage"]["bytes"] is not None
+    shutil.rmtree(tmp_path / "pages")
+    complete(own_client, song * 3, max_tokens=1)
+    data(own_client, lambda found: any("does not answer" in each for each in found["trouble"]))
+    watched.sample()  # the storage has been asked by the sample before: its turn is not waited for
+    found = watched.told()
+    (trouble,) = found["trouble"]
+    assert "was removed" in trouble and "`kvarve storage attach URL`" in trouble
+    told = found["storage"]
+    assert (told["up"], told["bytes"], told["objects"], told["capacity_bytes"]) == (False, None, None, 1 << 20)
+    assert found["history"]["bytes"]["storage"][-1] is None
+    assert found["history"]["marks"][-1]["what"] == "storage down"
 
 
 def test_an_engine_that_is_busy_is_not_waited_for(own_server: Server, own_client: httpx.Client, song: str) -> None:

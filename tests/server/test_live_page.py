@@ -140,8 +140,8 @@ def test_a_viewer_sees_the_first_hit_then_tiers_fill_and_why_and_nothing_is_hard
     warm = ask(own_client, f"another: {song * 4}", "warm", max_tokens=8)["usage"]
     device = warm["kvarve"]["cached_tokens"]["device"]
     see(page, lambda: f"That was a hit: {device} of {warm['prompt_tokens']}" in text(page, "#first-says"))
+    assert re.search(r"\(computed, it took .+\)\.$", text(page, "#first-says"))
     assert cold["prompt_tokens_details"]["cached_tokens"] == 0 < device
-    page.find_element(By.ID, "seen").click()
 
     for number in range(6):  # conversations that begin alike
         turns = f"{song * 4}{SECRET} {number} "
@@ -151,6 +151,7 @@ def test_a_viewer_sees_the_first_hit_then_tiers_fill_and_why_and_nothing_is_hard
     refused = own_client.post(COMPLETIONS, json={"prompt": song, "max_tokens": -1}, headers={ID: "refused"})
     assert refused.status_code == 400 and own_server.engine.settle()
     see(page, lambda: filled(page, "device") > 0 and filled(page, "host") > 0 and filled(page, "storage") > 0)
+    see(page, lambda: not all_of(page, "#first")[0].is_displayed())  # there is traffic
     full = see(page, lambda: filled(page, "device"))
     counts = own_server.engine.counts
     hits = sum(tokens for reason, tokens in counts.reasons.items() if reason.value.startswith("hit_"))
@@ -169,6 +170,7 @@ def test_a_viewer_sees_the_first_hit_then_tiers_fill_and_why_and_nothing_is_hard
     assert len(all_of(page, "#requests tr[data-request]")) == 10
     page.find_element(By.CSS_SELECTOR, '#kinds [value="failed"] + span').click()
     see(page, lambda: [each.get_attribute("data-request") for each in all_of(page, "#requests tr")] == ["refused"])
+    see(page, lambda: row(page, "refused")[2:3] == ["400\ninvalid_value"])
     page.find_element(By.CSS_SELECTOR, '#kinds [value="all"] + span').click()
     page.find_element(By.ID, "more").click()  # the pointer is in the list from now on
     see(page, lambda: "held still" in text(page, "#held"))
@@ -186,6 +188,7 @@ def test_a_viewer_sees_the_first_hit_then_tiers_fill_and_why_and_nothing_is_hard
     with screen(page, 390, dark=True):
         assert barriers(page) == []
         assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+        assert max(cell.size["height"] for cell in all_of(page, "#hottest td")) < 60
     page.execute_script("document.activeElement.blur()")
     page.find_element(By.ID, "find").send_keys("chat-3", Keys.TAB)  # the pointer leaves, to the filter
     page.find_element(By.TAG_NAME, "h1").click()
@@ -252,6 +255,8 @@ def test_a_page_that_loses_its_server_says_so_and_recovers(page: Chrome, checkpo
         port = int(server.url.rpartition(":")[2])
     see(page, lambda: text(page, "#state").startswith("no answer from the server for"))
     assert page.find_element(By.ID, "main").is_displayed(), "what was seen last stays"
+    page.find_element(By.ID, "seen").click()
+    assert page.find_element(By.ID, "first").is_displayed() is False
     with Server(settings(checkpoint, port=port)) as server:
         see(page, lambda: text(page, "#state").startswith("serving"))
         with httpx.Client(base_url=server.url, timeout=LONG_S) as client:

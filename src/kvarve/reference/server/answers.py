@@ -61,6 +61,11 @@ class Answer:
         return None if self._first_s is None else self._first_s - self._arrived_s
 
     @property
+    def queued_s(self) -> float | None:
+        """Until the first of its answers was admitted, of those that have ended."""
+        return min((one.usage.queued_s for one in self.choices if one.usage and one.usage.queued_s), default=None)
+
+    @property
     def salt(self) -> str | None:
         """That of its prompts, once they have been submitted."""
         return self._requests[0].salt if self.choices else None

@@ -234,7 +234,7 @@ class _Front:
         answer: Answer | None = None
         noted, recent = seen(http), self.live.recent
         entry = recent.begin(noted.id, http.url.path, noted.key.name if noted.key else "")
-        noted.ended = lambda status: recent.end(entry, status)
+        noted.ended = lambda status: recent.end(entry, status, noted.refused.code if noted.refused else None)
         noted.traced = lambda: told(kind.operation, prefix + noted.id, answer)
         try:
             async with self.body(http) as body:

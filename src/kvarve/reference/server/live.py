@@ -50,6 +50,11 @@ REFUSALS = {
     Refusal.FULL: "storage has no room: nothing is stored",
     Refusal.READ_ONLY: "storage can only be read: nothing is stored",
 }
+AGAIN = "Such pages are computed and stored again"
+DOWN = (
+    "storage does not answer: requests go on without it. It is used again as soon as it answers, "
+    "and `kvarve storage attach URL` puts another in its place"
+)
 _OF_STORAGE = (
     *("attached", "up", "for_s", "last_error", "bytes", "capacity_bytes", "objects", "room_bytes", "read_only"),
     *("lost_objects", "damaged_objects"),
@@ -126,9 +131,10 @@ class Recent:
         entry = self._open[self._numbers] = Entry(self._numbers, id, path[:MOST_PATH], key, time.monotonic())
         return entry
 
-    def end(self, entry: Entry, status: int) -> None:
+    def end(self, entry: Entry, status: int, code: str | None = None) -> None:
+        """`code`: of the error that it got."""
         now = time.monotonic()
-        entry.told = self._tell(entry, now) | {"status": status, "ended_s": now}
+        entry.told = self._tell(entry, now) | {"status": status, "code": code, "ended_s": now}
         self._time(entry, now)
         entry.answer = None
         self._ended.append(entry)
@@ -174,6 +180,7 @@ class Recent:
             "completion": usage.completion,
             "cached": usage.details(),
             "reasons": {reason.value: tokens for reason, tokens in usage.reasons.items()},
+            "queued_s": answer.queued_s,
             "ttft_s": answer.first_seconds,
             "finish": ", ".join(sorted(finish.value for finish in ends)),
         }
@@ -266,6 +273,7 @@ class Live:
     def sample(self) -> None:
         """Take a sample of the counters; the thread does it."""
         now, stats, counts = time.monotonic(), self._cache.stats(), self._engine.counts
+        self._note_changes()
         if self._countdown == 0:
             self._storage = self._of_storage()
         self._countdown = (self._countdown + 1) % STORAGE_EVERY
@@ -285,7 +293,6 @@ class Live:
         )
         self._history.add(sample)
         self._counted, self._sampled_s = counted, now
-        self._note_changes()
 
     # --- its own thread
 
@@ -307,6 +314,8 @@ class Live:
     def _note_changes(self) -> None:
         (attached, up, draining), (now_attached, now_up, now_draining) = self._state, self._look_around()
         self._state = now_attached, now_up, now_draining
+        if now_attached is not attached or now_up != up:
+            self._countdown = 0
         if now_attached is not attached:
             kinds = ", then ".join(storage_kinds(self._cache))
             self.mark("attach" if kinds else "detach", f"storage: {kinds or 'none'}")
@@ -317,7 +326,8 @@ class Live:
 
     def _of_storage(self) -> dict[str, Any]:
         status = self._engine.admin.status()
-        return {name: status.get(name) for name in _OF_STORAGE}
+        told = {name: status.get(name) for name in _OF_STORAGE}
+        return told if told["up"] else told | {"bytes": None, "objects": None}  # what it knew before is not so by now
 
     # --- parts of the answer
 
@@ -420,16 +430,21 @@ class Live:
         found = [self._engine.broken] if self._engine.broken else []
         if self._asking is not None and (silent_s := now - self._asked_s) > SLOW_S:
             found.append(f"the engine has not answered for {silent_s:.0f} s: one step takes so long, or it hangs")
-        if self._cache.worker.attached is not None and not self._cache.up:
-            found.append("storage does not answer: requests go on without it")
+        attached = self._cache.worker.attached
+        error = attached.storage.last_error if attached is not None else ""
+        why = f". Last error: {error}" if error else ""
+        if attached is not None and not self._cache.up:
+            found.append(DOWN + why)
         elif stats["stores_refused"]:
             found.append(REFUSALS[Refusal(int(stats["stores_refused"]))])
         elif stats["stores_backing_off"]:
-            found.append("stores back off, since storage has failed")
+            found.append(f"stores back off, since storage has failed{why}")
         if lost := self._storage.get("lost_objects"):
-            found.append(f"objects that storage has lost, as its files are damaged or gone: {lost}")
+            found.append(
+                f"objects that storage lost since it was attached, as its files were damaged or gone: {lost}. {AGAIN}"
+            )
         if damaged := self._storage.get("damaged_objects"):
-            found.append(f"objects that storage could not read: {damaged}")
+            found.append(f"objects that storage could not read: {damaged}. {AGAIN}")
         if stats["offload_paused"]:
             found.append("storing is paused, since too little of what is stored is used")
         for name, stuck_s in _under("lane_stuck_s.", stats).items():

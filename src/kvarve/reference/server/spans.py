@@ -183,9 +183,8 @@ def told(operation: str, number: str, answer: Answer | None) -> Attributes:
 def _latencies(answer: Answer) -> Attributes:
     """Where the time of a request went, under vLLM's and SGLang's names. A request of several answers queues until the
     first of them is admitted, and decodes until the last one has ended."""
-    queued = min((one.usage.queued_s for one in answer.choices if one.usage and one.usage.queued_s), default=None)
     end = max(one.seconds for one in answer.choices) or answer.seconds
-    first = answer.first_seconds
+    queued, first = answer.queued_s, answer.first_seconds
     times = {"e2e": end, "time_in_queue": queued, "time_to_first_token": first}
     if queued is not None:
         times["time_in_model_inference"] = end - queued

@@ -99,9 +99,9 @@ function tiers(data) {
   if (!storage.attached) return tier("storage", 0, [], "none", storage.attached === false ? "no storage is attached: what leaves memory is gone" : "not asked yet", []);
   const held = past("storage"), most = storage.capacity_bytes ?? rounded(Math.max(1, ...held));
   const lost = [storage.lost_objects && `${count(storage.lost_objects)} objects lost`, storage.damaged_objects && `${count(storage.damaged_objects)} damaged`, storage.read_only && "only read"].filter(Boolean);
-  const text = [`${count(storage.objects)} objects`, ...lost, storage.last_error && `last error: ${storage.last_error}`].filter(Boolean).join(" · ");
-  tier("storage", most, [storage.bytes ?? 0], storage.capacity_bytes === null ? bytes(storage.bytes) : `${share(storage.bytes, most)} of ${bytes(most)}`, text, held,
-    [storage.up && !lost.length, `${storage.up ? "answers" : "does not answer"}, for ${seconds(storage.for_s)}`]);
+  const text = [storage.up && `${count(storage.objects)} objects`, ...lost, storage.last_error && `last error: ${storage.last_error}`].filter(Boolean).join(" · ");
+  tier("storage", most, [storage.bytes ?? 0], !storage.up ? "not known" : storage.capacity_bytes === null ? bytes(storage.bytes) : `${share(storage.bytes, most)} of ${bytes(most)}`, text, held,
+    [storage.up, `${storage.up ? "answers" : "does not answer"}, for ${seconds(storage.for_s)}`]);
 }
 
 const drawn = {
@@ -149,8 +149,9 @@ let beginner = null; // whether this viewer has been told how to see a hit
 const quoted = (text) => `'${text.replaceAll("'", String.raw`'\''`)}'`;
 
 function first(data) {
-  const { total, facts } = data, hit = data.requests.find((each) => each.ttft_s && sum(TIERS.map((name) => each.cached?.[name])) > 0);
+  const { total, facts } = data, hits = (each) => sum(TIERS.map((name) => each.cached?.[name])) > 0;
   beginner ??= total.requests < 5 && !total.cached_tokens;
+  if (total.requests >= 10 && total.cached_tokens) beginner = false; // there is traffic
   by("first").hidden = !beginner;
   if (!beginner) return;
   const body = JSON.stringify({ model: data.model, max_tokens: 16, prompt: "\u0000" }), sentence = "The quick brown fox jumps over the lazy dog. ";
@@ -159,7 +160,8 @@ function first(data) {
     `-d ${quoted(head)}"$(printf '${sentence}%.0s' $(seq ${times}))"${quoted(tail)}`];
   const text = lines.filter(Boolean).join(" \\\n  ");
   if (by("curl").textContent !== text) by("curl").textContent = by("copy-curl").dataset.copy = text;
-  const cold = data.requests.filter((each) => each.ttft_s && each.prompt && each !== hit).at(-1);
+  const hit = data.requests.findLast((each) => each.ttft_s && hits(each));
+  const cold = data.requests.slice(data.requests.indexOf(hit) + 1).find((each) => each.ttft_s && each.prompt && !hits(each));
   let says = "Send this twice. The first prompt is computed and kept; the second is a hit, and you see it here.";
   if (hit) {
     says = `That was a hit: ${count(sum(Object.values(hit.cached)))} of ${count(hit.prompt)} tokens were cached, and the first token came after ${seconds(hit.ttft_s)}${cold ? ` (computed, it took ${seconds(cold.ttft_s)})` : ""}.`;
@@ -179,7 +181,7 @@ function show(data) {
   const troubles = JSON.stringify(data.trouble);
   if (by("trouble").dataset.told !== troubles) {
     by("trouble").dataset.told = troubles;
-    by("troubles").replaceChildren(...data.trouble.map((each) => el("li", {}, each)));
+    by("troubles").replaceChildren(...data.trouble.map((each) => el("li", {}, ...each.split(/`(.+?)`/).map((text, at) => (at % 2 ? el("code", {}, text) : text)))));
   }
   for (const part of [first, tiles, computed, lanes, tiers, charts, requests, open, hottest]) part(data);
 }

@@ -26,7 +26,7 @@ function why(each, meanings) {
   const strip = stack(reasons.map(([reason, , tokens]) => `${tokens} ${reason}`).join(", "), reasons.map(([reason, , tokens]) => [`r-${reason}`, tokens, `${reason}: ${count(tokens)} tokens`]), "stack strip");
   const list = reasons.map(([reason, meaning, tokens]) =>
     el("li", {}, el("i", { class: `key r-${reason}` }), `${count(tokens)} `, el("code", {}, reason), `: ${meaning}`));
-  return el("tr", { class: "why" }, el("td", { colSpan: 11 }, strip, el("ul", {}, ...list)));
+  return el("tr", { class: "why" }, el("td", { colSpan: 12 }, strip, el("ul", {}, ...list)));
 }
 
 function row(each) {
@@ -36,8 +36,8 @@ function row(each) {
   const button = each.prompt && Object.keys(each.reasons).length
     ? el("button", { type: "button", "data-why": each.number, "aria-expanded": String(each.open), "aria-label": `why, of ${each.id.slice(0, 8)}` }, "why") : "";
   const status = each.status === 200 && each.finish ? each.finish : each.status;
-  const node = cells(cut(each.id, "id of the request"), each.ago, el("td", { class: failed(each) ? "error" : "" }, status), each.path.replace(/^\/v1\//, ""),
-    cut(each.group, "salt group"), count(each.prompt), hit, count(each.completion), seconds(each.ttft_s), seconds(each.seconds), button);
+  const node = cells(cut(each.id, "id of the request"), each.ago, el("td", { class: failed(each) ? "error" : "" }, el("span", {}, status, each.code ? el("small", {}, ...each.code.split(/(?<=_)/).flatMap((word) => [el("wbr"), word])) : null)), each.path.replace(/^\/v1\//, ""),
+    cut(each.group, "salt group"), count(each.prompt), hit, count(each.completion), seconds(each.queued_s), seconds(each.ttft_s), seconds(each.seconds), button);
   node.dataset.request = each.id;
   return node;
 }
