@@ -173,7 +173,7 @@ def test_a_size_that_holds_nothing_is_refused() -> None:
 def test_more_memory_than_the_machine_has_is_refused_with_what_it_has() -> None:
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for device, host in ((have + 1, 0), (MIB, have), (have, MIB), (1 << 62, 1 << 62)):
-        with pytest.raises(ConfigError, match=re.escape("more than this machine's")):
+        with pytest.raises(ConfigError, match=re.escape("must be at most this machine's")):
             check(IDENTITY, CacheConfig(device, host))
 
 

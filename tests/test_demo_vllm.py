@@ -148,15 +148,15 @@ def test_a_python_that_cannot_run_the_engine_and_options_of_another_are_refused_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for prints, says in (
-        ("lacks vllm kvarve", "has no vllm: install vLLM there"),
-        ("lacks kvarve", "has no kvarve: "),
+        ("lacks vllm kvarve", "needs vllm: install vLLM there"),
+        ("lacks kvarve", "needs kvarve: "),
         ("", "this is no Python 3.11 or newer"),
     ):
         monkeypatch.setenv("KVARVE_VLLM_PYTHON", str(python(tmp_path / "python", prints)))
         assert says in refused(capsys, tmp_path)
     assert "No such file" in refused(capsys, tmp_path, "--engine-python", str(tmp_path / "absent"))
     for words in (["--model", "/some/where"], ["--port", "8000"], ["--context-tokens", "100"]):
-        assert "leave out --model, --port and" in refused(capsys, tmp_path, *words)
+        assert "cannot have --model, --port or" in refused(capsys, tmp_path, *words)
 
 
 def test_an_engine_that_dies_is_one_error_with_the_last_error_of_its_log(

@@ -257,7 +257,7 @@ def test_without_assertions_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys
     exec(source, compiled)
     for module in (main, core_settings, objects):
         monkeypatch.setattr(module, "require_assertions", compiled["require_assertions"])
-    said = "kvarve does not run without its assertions: leave out -O and PYTHONOPTIMIZE"
+    said = "kvarve needs its assertions: leave out -O and PYTHONOPTIMIZE"
     assert main.main(["serve"]) == 2 and capsys.readouterr().err == f"kvarve: {said}\n"
     for make in (lambda: core_settings.CoreConfig((), {}), lambda: objects.Objects(None, deadline_s=1)):
         with pytest.raises(ConfigError, match=said):

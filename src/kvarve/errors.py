@@ -12,7 +12,7 @@ class ConfigError(KvarveError):
 def require_assertions() -> None:
     """ConfigError where Python leaves out assertions, by which the cache ends before it gives wrong bytes."""
     if not __debug__:
-        raise ConfigError("kvarve does not run without its assertions: leave out -O and PYTHONOPTIMIZE")
+        raise ConfigError("kvarve needs its assertions: leave out -O and PYTHONOPTIMIZE")
 
 
 class TooLong(ConfigError):

@@ -106,7 +106,7 @@ class PrefixCachedModel:
             got = f"got {[*input_ids.shape]}: give each prompt of a batch alone and without padding"
             raise ConfigError(f"input_ids must be one prompt of shape [1, n], {got}")
         if input_ids.shape[1] > (limit := token_limit(self.model.config)):
-            raise ConfigError(f"a prompt of {input_ids.shape[1]} tokens is longer than the {limit} of this model")
+            raise ConfigError(f"a prompt must have at most {limit} tokens for this model, got {input_ids.shape[1]}")
         self._marks.require_same(self.model)
         prompt = input_ids[0].tolist()
         with self._told():

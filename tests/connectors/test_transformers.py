@@ -73,7 +73,7 @@ def test_a_batch_and_a_prompt_that_is_longer_than_the_model_are_refused(make: Ma
     ):
         with pytest.raises(ConfigError, match=told):
             cached.generate(prompt, **settings)
-    with pytest.raises(ConfigError, match="84 tokens is longer than the 83 of this model"):
+    with pytest.raises(ConfigError, match="at most 83 tokens for this model, got 84"):
         generate(cached)
     assert not cached.cache.scheduler.core.leases
 

@@ -154,9 +154,9 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        ({"device": -1}, "attention: -1 slots on the device"),
+        ({"device": -1}, "attention cannot have -1 slots on the device"),
         ({"offload_horizon_bytes": -1}, "cannot be negative"),
-        ({"host": -1}, "attention: -1 slots on the host"),
+        ({"host": -1}, "attention cannot have -1 slots on the host"),
         ({"backup_bytes": -1}, "less than no bytes"),
         ({"write_policy": "through:0"}, "through:N"),
     ],

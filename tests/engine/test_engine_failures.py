@@ -140,7 +140,7 @@ def test_all_of_several_are_taken_or_none(make: Make) -> None:
 
     with pytest.raises(ConfigError, match="maximum context length is 1024 tokens"):
         engine.submit(*three(most=2000))
-    with pytest.raises(ConfigError, match="5 requests at once are more than the 4 that the engine takes"):
+    with pytest.raises(ConfigError, match="requests at once must be at most 4, got 5"):
         engine.submit(*three(), *three()[:2])
     engine.submit(*(first := three()))
     with pytest.raises(Busy, match="4 requests are being served or wait already"):

@@ -238,7 +238,7 @@ def test_the_layout_says_what_each_family_keeps(family: str) -> None:
 @pytest.mark.parametrize("page", [16, 64, 192])
 def test_a_page_that_would_cut_a_compressed_entry_in_two_is_refused_and_one_that_fits_named(page: int) -> None:
     fits = {16: 128, 64: 128, 192: 256}[page]
-    with pytest.raises(ConfigError, match=f"128 tokens into one entry.* page of {page} .*give page tokens {fits}"):
+    with pytest.raises(ConfigError, match=f"128 tokens into one entry.* page of {page} .*such as {fits}"):
         StateLayout.of(a_model("deepseek_v4")[0], page, 4 * page)
 
 

@@ -116,7 +116,7 @@ def test_pages_are_as_large_as_a_model_needs_unless_told_otherwise() -> None:
     (facts,) = survey([small])
     assert (facts.page_tokens, facts.chunk_tokens, facts.page_multiple, facts.shortest_hit) == (128, 256, 128, 257)
     (facts,) = survey([small], page_tokens=64)
-    assert not facts.supported and "give page tokens 128" in facts.why
+    assert not facts.supported and "must be a multiple such as 128" in facts.why
 
 
 def test_a_layout_that_depends_on_what_the_code_reads_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,9 +233,9 @@ def test_a_law_of_resuming_that_fails_stops_the_engine(make: Make, monkeypatch: 
 def test_the_same_request_is_served_once(make: Make) -> None:
     engine, request = make(start=False), a_request(a_prompt(20), 2)
     engine.submit(request)
-    with pytest.raises(ConfigError, match="being served already"):
+    with pytest.raises(ConfigError, match="cannot be served twice"):
         engine.submit(request)
-    with pytest.raises(ConfigError, match="being served already"):
+    with pytest.raises(ConfigError, match="cannot be served twice"):
         engine.submit(*[a_request(a_prompt(20), 2)] * 2)
     turns(engine, lambda: not engine._accepted)
     assert last_outputs(request) == [Finish.LENGTH]

@@ -67,7 +67,7 @@ def test_ranks_of_a_machine_that_want_a_gpu_each_have_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(ranks_module.torch, "cuda", SimpleNamespace(device_count=lambda: 2))
     check_ranks(4, 2, 0, "host:29500", "cuda")
     check_ranks(4, device="cuda:0")
-    with pytest.raises(ConfigError, match="4 ranks on this machine want a GPU each, and it has 2"):
+    with pytest.raises(ConfigError, match="4 ranks on this machine need a GPU each, and it has 2"):
         check_ranks(4, device="cuda")
 
 

@@ -54,8 +54,8 @@ def test_the_model_and_the_names_of_pages_are_in_the_identity() -> None:
     ("change", "remedy"),
     [
         ({"cache_config__enable_prefix_caching": False}, "remove --no-enable-prefix-caching"),
-        ({"kv_transfer_config__kv_role": "kv_producer"}, "give 'kv_both'"),
-        ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "give 'recompute'"),
+        ({"kv_transfer_config__kv_role": "kv_producer"}, "must be 'kv_both'"),
+        ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "must be 'recompute'"),
         ({"parallel_config__world_size": 2}, "OffloadingConnector"),
     ],
     ids=str,

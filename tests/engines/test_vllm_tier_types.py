@@ -130,8 +130,8 @@ def test_a_shutdown_leaves_vllm_free_to_release_its_view(make: Make) -> None:
     [
         ({"storge": "x"}, "unknown setting 'storge': did you mean storage"),
         ({"storage": "file:///x"}, "must say how much it may hold"),
-        ({"identity": ""}, 'set "identity"'),
-        ({"weights": ""}, 'set "identity"'),
+        ({"identity": ""}, '"identity" of the tier must be'),
+        ({"weights": ""}, '"identity" of the tier must be'),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(make: Make, written: dict[str, Any], told: str) -> None:

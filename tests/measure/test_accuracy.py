@@ -59,11 +59,11 @@ def test_mmlu_s_choices_get_letters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("a.jsonl", b"3", "line 1: no JSON object"),
-        ("a.jsonl", b'\n{"question": "q", "answer": 3}', "line 2: no JSON object"),
-        ("a.jsonl", b'{"question": "q", "answer": "a ####"}', "line 1: nothing behind"),
-        ("a.jsonl", b"", "0 questions, of which the first 5 are the examples"),
-        ("a.csv", b"q,1,2,3,4,E", "row 1: not a question"),
+        ("a.jsonl", b"3", "line 1 needs a JSON object"),
+        ("a.jsonl", b'\n{"question": "q", "answer": 3}', "line 2 needs a JSON object"),
+        ("a.jsonl", b'{"question": "q", "answer": "a ####"}', "line 1: its answer must have"),
+        ("a.jsonl", b"", "needs questions behind the 5 examples, got 0"),
+        ("a.csv", b"q,1,2,3,4,E", "row 1 must be a question"),
         ("b.csv", None, "No such file"),
     ],
 )

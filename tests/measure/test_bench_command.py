@@ -100,8 +100,8 @@ def test_what_a_server_refuses_is_one_line(url: str, tmp_path: Path) -> None:
     ("words", "complaint"),
     [
         ("serving --server http://127.0.0.1:9", "http://127.0.0.1:9: ConnectError"),
-        ("serving --server http://127.0.0.1:9 --serve=x", "--serve is for the server that is started"),
-        ("serving --input nothing.json", "neither random nor a file"),
+        ("serving --server http://127.0.0.1:9 --serve=x", "--serve cannot go with --server"),
+        ("serving --input nothing.json", "must be random or a file"),
         ("serving --rate 0", "--rate"),
         ("multiturn --png /no/such/folder/a.png", "--png: /no/such/folder/a.png"),
         ("multiturn --json /no/such/folder/a.json", "--json: /no/such/folder/a.json"),

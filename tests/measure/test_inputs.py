@@ -109,10 +109,10 @@ def test_sharegpt_s_answers_stand_in_later_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("[", "not JSON"),
-        ("[3]", "not a list of JSON objects"),
-        ('[{"conversations": 3}]', "no list of `conversations`"),
-        ('[{"conversations": [{"from": 3, "value": "a"}]}]', "no `from` and `value`"),
+        ("[", "must be JSON"),
+        ("[3]", "must be a list of JSON objects"),
+        ('[{"conversations": 3}]', "must have a list of `conversations`"),
+        ('[{"conversations": [{"from": 3, "value": "a"}]}]', "must have `from` and `value`"),
         ('{"timestamp": 1}', "line 1"),
         ("", "must hold requests, and has none"),
     ],

@@ -166,7 +166,7 @@ def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint:
     "setting", [{"storage_wait": "none"}, {"storage_deadline_s": 1.0}, {"hash_sample": 0.5}], ids=str
 )
 def test_a_setting_that_changes_nothing_in_a_replay_is_refused(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"a replay does not depend on the setting {min(setting)}"):
+    with pytest.raises(ConfigError, match=f"a replay cannot depend on the setting {min(setting)}"):
         settings(16, policies=Policies(**setting))
 
 

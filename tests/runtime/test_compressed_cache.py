@@ -128,5 +128,5 @@ def test_verify_and_stat_know_compressed_pages_and_change_nothing(
 def test_the_buffers_count_as_memory(make: Callable[..., PrefixCache], here: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(kvarve.cache.worker, "host_bytes", lambda: 3 * ROOM + 1)
     assert turned(make(PLACE.format(here, ""))) == (0, 0, 0)
-    with pytest.raises(ConfigError, match="more than this machine's"):
+    with pytest.raises(ConfigError, match="must be at most this machine's"):
         make(PLACE.format(here, "&compress=zstd"))

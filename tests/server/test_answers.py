@@ -128,7 +128,7 @@ def test_one_of_n_that_fails_fails_them_all(
 
 @pytest.mark.parametrize("own_server", [{"max_running": 2, "max_waiting": 1}], indirect=True)
 def test_n_answers_are_all_taken_or_none(own_client: httpx.Client, song: str) -> None:
-    assert "more than the 3" in refused(own_client.post(COMPLETIONS, json={"prompt": song, "n": 4}), 400)
+    assert "must be at most 3" in refused(own_client.post(COMPLETIONS, json={"prompt": song, "n": 4}), 400)
     body = {"prompt": song, "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 2}
     with own_client.stream("POST", COMPLETIONS, json=body) as first:
         lines = first.iter_lines()  # dropping the generator closes the connection

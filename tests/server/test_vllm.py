@@ -41,7 +41,7 @@ def test_the_tokens_of_a_chat_are_those_that_it_is_charged_for(client: httpx.Cli
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0] has no content"),
         ("/detokenize", {}, "tokens: Field required"),
         ("/detokenize", {"tokens": ["a"]}, "tokens must be a list of token ids"),
-        ("/detokenize", {"tokens": [300]}, "outside the model's vocabulary of 300"),
+        ("/detokenize", {"tokens": [300]}, "must be in the model's vocabulary of 300"),
     ],
 )
 def test_what_has_no_tokens_is_refused(client: httpx.Client, path: str, body: Any, complaint: str) -> None:

@@ -152,6 +152,6 @@ def test_shared_memory_is_gone_with_its_last_view_and_with_a_process_that_is_kil
 
 
 def test_shared_memory_that_there_is_not_is_one_line():
-    with pytest.raises(ConfigError, match="no 4611686018427387904 bytes of memory in /dev/shm") as told:
+    with pytest.raises(ConfigError, match="/dev/shm cannot hold 4611686018427387904 bytes") as told:
         shared_region(1 << 62)
     assert "\n" not in str(told.value)

@@ -124,7 +124,7 @@ def test_a_path_that_is_not_absolute_is_refused(place):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"ttl_s": 0}, "ttl above zero"),
+        ({"ttl_s": 0}, "ttl must be above zero"),
         ({"quota_bytes": 0}, "above zero"),
         ({"eviction": "random"}, "known: lru, lfu, s3fifo"),
         ({"threads": 0}, "at least 1"),

@@ -404,8 +404,8 @@ def test_a_password_comes_from_its_file_and_is_never_shown(
     ("setting", "said"),
     [
         *((setting, "metadata=") for setting in ("unix:/run/kvarve/socket", "memory:a", "ftp://x", "here")),
-        ("redis://me:secret@host", "no password stands in a URL"),
-        ("redis://host?ttl=7d", "no ttl"),
+        ("redis://me:secret@host", "a password cannot stand in a URL"),
+        ("redis://host?ttl=7d", "cannot have a ttl"),
         ("redis://host?user=me", "password_file"),
         ("redis://host?password_file=relative", "absolute path"),
         ("redis://host?capacity=1", "unknown parameter"),

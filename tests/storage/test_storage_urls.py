@@ -105,7 +105,7 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("redis://", "say where the server is"),
         ("redis://host/name", "the number of a database"),
         ("redis://host?capacity=1GiB", "redis knows: cluster, compress, tls_ca, tls_cert, tls_key, ttl"),
-        ("redis://host?tls_ca=/ca.pem", "is for rediss://"),
+        ("redis://host?tls_ca=/ca.pem", "needs rediss://"),
         ("redis://host/1?cluster=yes", "no database but 0"),
         ("rediss:///socket", "say where the server is"),
         ("hf3fs://mnt/3fs?capacity=1GiB", "absolute path, with three slashes"),

@@ -39,7 +39,7 @@ class Question:
     prompt: str
     expected: str
     tokens: int
-    """of its answer, at most"""
+    """most of its answer"""
 
     def right(self, text: str) -> bool:
         """Of a number the last one in the text counts; of a letter the first; of a word the first line that is not
@@ -116,19 +116,19 @@ def _of_file(path: Path, options: Accuracy) -> list[Question]:
     """ConfigError: it has neither form, or no question behind its examples."""
     try:
         if path.stat().st_size > FILE_BYTES:
-            raise ConfigError(f"--input: {path}: larger than {FILE_BYTES >> 20} MiB")
+            raise ConfigError(f"--input: {path} must have at most {FILE_BYTES >> 20} MiB")
         text = path.read_text(encoding="utf-8")
     except OSError as e:
         raise ConfigError(f"--input: {path}: {e.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--input: {path}: not UTF-8") from None
+        raise ConfigError(f"--input: {path} must be UTF-8") from None
     if path.suffix == ".csv":
         known, head, tokens = mmlu(path, text), _subject(path), LETTER_TOKENS
     else:
         known, head, tokens = gsm8k(path, text), "", options.output_tokens
     shots = SHOTS if options.shots is None else options.shots
     if len(known) <= shots:
-        raise ConfigError(f"--input: {path}: {len(known)} questions, of which the first {shots} are the examples")
+        raise ConfigError(f"--input: {path} needs questions behind the {shots} examples, got {len(known)} in all")
     head += "".join(f"{question} {answer}\n\n" for question, answer, _ in known[:shots])
     asked = known[shots:][: options.requests]
     return [Question(head + question, expected, tokens) for question, _, expected in asked]
@@ -146,10 +146,10 @@ def gsm8k(path: Path, text: str) -> list[tuple[str, str, str]]:
             row = None
         question, answer = (row.get("question"), row.get("answer")) if isinstance(row, dict) else (None, None)
         if not isinstance(question, str) or not isinstance(answer, str):
-            raise ConfigError(f"--input: {path}, line {number}: no JSON object with the texts `question` and `answer`")
+            raise ConfigError(f"--input: {path}, line {number} needs a JSON object with texts `question` and `answer`")
         counts = answer.rpartition("####")[2].strip()
         if not counts:
-            raise ConfigError(f"--input: {path}, line {number}: nothing behind #### in its answer")
+            raise ConfigError(f"--input: {path}, line {number}: its answer must have a text behind ####")
         found.append((f"Question: {question}\nAnswer:", answer, counts))
     return found
 
@@ -165,7 +165,7 @@ def mmlu(path: Path, text: str) -> list[tuple[str, str, str]]:
         if not row or (number == 1 and row[-1].strip().lower() == "answer"):
             continue
         if len(row) != 6 or row[5].strip() not in (*LETTERS,):
-            raise ConfigError(f"--input: {path}, row {number}: not a question, four choices and one of A, B, C, D")
+            raise ConfigError(f"--input: {path}, row {number} must be a question, four choices and one of A, B, C, D")
         choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True))
         letter = row[5].strip()
         found.append((f"{row[0]}{choices}\nAnswer:", letter, letter))

@@ -37,7 +37,7 @@ class Record:
     due_s: float
     sent_s: float = 0.0
     first_s: float = 0.0
-    """of the first event with text"""
+    """the first event with text"""
     end_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     """between two events with text"""

@@ -102,7 +102,7 @@ def target(options: Target, *more: str) -> Iterator[str]:
     `more`."""
     if options.server is not None:
         if options.serve:
-            raise ConfigError("--serve is for the server that is started: leave it out with --server")
+            raise ConfigError("--serve cannot go with --server: it is for the server that is started")
         yield options.server.rstrip("/")
         return
     try:

@@ -85,7 +85,7 @@ def multiturn(options: Multiturn) -> list[Conversation]:
     if options.input != "random":
         path = _file(options.input)
         if not _is_sharegpt(path):
-            raise ConfigError(f"--input: {path} is no JSON list of conversations as ShareGPT has it")
+            raise ConfigError(f"--input: {path} must be a JSON list of conversations as ShareGPT has it")
         found = (each for each in sharegpt(path, options.output_tokens) if len(each.turns) > 1)
         return _some(path, [Conversation(each.turns[: options.turns]) for each in islice(found, count)])
     rng = _drawn(options, 11)
@@ -149,7 +149,7 @@ def sharegpt(path: Path, most: int) -> Iterator[Conversation]:
     for row in _rows(path):
         found = row.get("conversations", row.get("messages"))
         if not isinstance(found, list):
-            raise ConfigError(f"--input: {path}: a conversation has no list of `conversations`")
+            raise ConfigError(f"--input: {path}: a conversation must have a list of `conversations`")
         messages: list[Message] = []
         turns = []
         for each in found:
@@ -166,24 +166,24 @@ def sharegpt(path: Path, most: int) -> Iterator[Conversation]:
 
 def _message(path: Path, each: Any) -> tuple[str, str]:
     if not isinstance(each, dict):
-        raise ConfigError(f"--input: {path}: a message is no JSON object")
+        raise ConfigError(f"--input: {path}: a message must be a JSON object")
     role, text = each.get("from", each.get("role")), each.get("value", each.get("content"))
     if not isinstance(role, str) or not isinstance(text, str):
-        raise ConfigError(f"--input: {path}: a message has no `from` and `value`")
+        raise ConfigError(f"--input: {path}: a message must have `from` and `value`")
     return _ROLES.get(role, "system"), text
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     try:
         if path.stat().st_size > SHAREGPT_BYTES:
-            raise ConfigError(f"--input: {path}: larger than {SHAREGPT_BYTES >> 30} GiB")
+            raise ConfigError(f"--input: {path} must have at most {SHAREGPT_BYTES >> 30} GiB")
         rows = json.loads(path.read_bytes())
     except OSError as e:
         raise ConfigError(f"--input: {path}: {e.strerror}") from None
     except (ValueError, RecursionError):
-        raise ConfigError(f"--input: {path}: not JSON") from None
+        raise ConfigError(f"--input: {path} must be JSON") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"--input: {path}: not a list of JSON objects")
+        raise ConfigError(f"--input: {path} must be a list of JSON objects")
     return rows
 
 
@@ -198,13 +198,13 @@ def _is_sharegpt(path: Path) -> bool:
 
 def _file(text: str) -> Path:
     if not Path(text).is_file():
-        raise ConfigError(f"--input: {text!r} is neither random nor a file")
+        raise ConfigError(f"--input must be random or a file, got {text!r}")
     return Path(text)
 
 
 def _some(path: Path, found: list[Conversation]) -> list[Conversation]:
     if not found:
-        raise ConfigError(f"--input: {path} has no conversation that begins with a question and its answer")
+        raise ConfigError(f"--input: {path} needs a conversation that begins with a question and its answer")
     return found
 
 

@@ -143,7 +143,7 @@ class Admin:
         KvarveError: some may be left."""
         with self._alone():
             if (attached := self._cache.worker.attached) is None:
-                raise ConfigError("no storage is attached: there is nothing to clear")
+                raise ConfigError("no storage is attached, and clearing needs one")
             try:
                 return BackgroundCall("kvarve clears a storage", attached.storage.drop).result(OPEN_S)
             except Exception as e:  # noqa: BLE001  it may be a bug in a backend; the caller is told

@@ -259,7 +259,7 @@ class CacheScheduler:
         ticket.check(self.identity, prompt.root)
         end = ticket.boundary * KEY_BYTES
         if len(prompt.keys) < end or prompt.keys[max(0, end - KEY_BYTES) : end].hex() != ticket.key:
-            raise HandOverError("the ticket is of another beginning: give the prompt that was prefilled, or more")
+            raise HandOverError("the ticket is of another beginning: it needs the prompt that was prefilled, or more")
 
     def _own_device(self) -> Core:
         assert Tier.DEVICE in self.core.config.slots, "an engine owns the device and its slots"

@@ -71,11 +71,11 @@ def check_room(config: CacheConfig, device: str, buffers: int = 0) -> None:
         wanted, what = wanted + config.device_memory, "device and host memory together"
     elif config.device_memory > (total := device_bytes(device) or config.device_memory):
         raise ConfigError(
-            f"device memory of {format_size(config.device_memory)} is more than the {format_size(total)} of {device}: "
-            f"give less"
+            f"device memory must be at most the {format_size(total)} of {device}, "
+            f"got {format_size(config.device_memory)}"
         )
     if wanted > have:
-        raise ConfigError(f"{what}: {format_size(wanted)} are more than this machine's {format_size(have)}: give less")
+        raise ConfigError(f"{what} must be at most this machine's {format_size(have)}, got {format_size(wanted)}")
 
 
 def check_setting(identity: ModelIdentity, config: CacheConfig) -> None:
@@ -169,7 +169,7 @@ class CacheWorker:
     ) -> None:
         """`blocks`: by pool, the tensors of an engine whose blocks are the nearest tier."""
         if not 0 <= rank < identity.ranks:
-            raise ConfigError(f"there is no rank {rank} among {identity.ranks} ranks")
+            raise ConfigError(f"rank must be from 0 to {identity.ranks - 1}, got {rank}")
         self.slots = check(identity, config, device, blocks=bool(blocks))  # of each memory tier and pool
         if storage is not None and not config.host_memory:
             raise ConfigError(NO_HOST)

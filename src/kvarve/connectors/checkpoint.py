@@ -55,7 +55,7 @@ def local_files(
         return Path(find(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except (OSError, ValueError) as error:  # not in the cache, or no name of a model
         raise ConfigError(
-            f"the weights of {model!r} are neither in a folder nor in the local cache of Hugging Face "
+            f"the weights of {model!r} cannot be found, in a folder or in the local cache of Hugging Face "
             f'({type(error).__name__}): set "weights" to a text that changes whenever they do'
         ) from None
 

@@ -45,7 +45,7 @@ class ConnectorSettings:
     storage_key: str = ""
     """a file of 32 random bytes, of this user alone: pages in storage that were not sealed with it are misses"""
     weights: str = ""
-    """what tells these weights apart, instead of a sample of their files; "read": all bytes of the files"""
+    """text that tells these weights apart, instead of a sample of their files; "read": all bytes of the files"""
     policies: Policies = field(default=Policies(), metadata={"without": _ENGINES})
 
     @classmethod
@@ -71,7 +71,7 @@ class TierSettings:
     deadline_s: Annotated[float, seconds()] = 5.0
     """seconds after which a call to the storage counts as hanging and its chunks as misses"""
     weights: str = ""
-    """what tells these weights apart, instead of a sample of their files; "read": all bytes of the files"""
+    """text that tells these weights apart, instead of a sample of their files; "read": all bytes of the files"""
     identity: str = ""
     """anything else that tells apart what must not be shared, such as the version of an adapter"""
     enable_kv_events: bool = False

@@ -54,7 +54,7 @@ class Driver:
         try:
             return self._ask("cuMemCreate", nbytes, self._of, 0)
         except RuntimeError as e:
-            raise ConfigError(f"{self._device} has not so much memory ({e}): give less device memory") from e
+            raise ConfigError(f"{self._device} cannot give so much memory ({e}): give less device memory") from e
 
     def destroy(self, piece: Any) -> None:
         self._ask("cuMemRelease", piece)

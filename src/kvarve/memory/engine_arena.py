@@ -26,7 +26,7 @@ class EngineArena:
         self.device = self._bytes[0].device
         sizes = [piece.shape[1] for piece in self._bytes for _ in range(together)]
         if sizes != [buffer.nbytes for buffer in pool.buffers]:
-            raise ConfigError(f"pool {pool.name}: the engine's blocks are not as large as it said")
+            raise ConfigError(f"pool {pool.name}: the engine's blocks must be as large as it said")
 
     def pieces(self) -> list[Tensor]:
         """The bytes of each buffer by block, [blocks, bytes]; buffer i holds the page's block i % `columns`."""
@@ -58,13 +58,13 @@ def block_bytes(name: str, tensor: Tensor, blocks: int) -> Tensor:
     """A layer's tensor as bytes [blocks, bytes of a block], over the same memory; padding between blocks is left
     out. ConfigError if a block is not in one piece."""
     if tensor.shape[0] % blocks:
-        raise ConfigError(f"{name}: its first dimension {tensor.shape[0]} is not a multiple of {blocks} blocks")
+        raise ConfigError(f"{name}: its first dimension must be a multiple of {blocks} blocks, got {tensor.shape[0]}")
     if tensor.shape[0] != blocks:  # kernels see each block as several smaller ones
         tensor = tensor.view(blocks, -1, *tensor.shape[1:])
     expected = 1
     for side, stride in sorted(zip(tensor.shape[1:], tensor.stride()[1:], strict=True), key=lambda each: each[1]):
         if side != 1 and stride != expected:
-            raise ConfigError(f"{name}: its blocks are not in one piece: choose another layout of the KV cache")
+            raise ConfigError(f"{name}: its blocks must be in one piece: choose another layout of the KV cache")
         expected *= side
     size, nbytes = tensor.element_size(), math.prod(tensor.shape[1:]) * tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -31,7 +31,7 @@ class HostMemory:
             self.region = region or HostRegion(memoryview(_kept(nbytes)))
         except (OSError, ValueError, OverflowError) as e:
             raise ConfigError(
-                f"not enough host memory: {e}: give less, or raise the limits of this process (ulimit -v, ulimit -d)"
+                f"host memory cannot be had: {e}: give less, or raise the limits of this process (ulimit -v, ulimit -d)"
             ) from e
         self.bytes = self.region.memory
         self.tensor = torch.frombuffer(self.bytes, dtype=torch.uint8)

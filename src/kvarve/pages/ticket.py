@@ -44,18 +44,18 @@ class Ticket:
     ranks: int = 1
     """how many ranks the model is divided among"""
     first_head: int = 0
-    """of the attention heads whose pages these are; with `heads` 0: not divided by heads"""
+    """the first of the attention heads whose pages these are; with `heads` 0: not divided by heads"""
     heads: int = 0
     format: str = FORMAT
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise HandOverError(f"a ticket of format {self.format!r}: this version reads {FORMAT!r}")
+            raise HandOverError(f"a ticket must be of format {FORMAT!r}, got {self.format!r}")
         if min(self.boundary, self.first_head, self.heads, self.ranks - 1) < 0 or not isfinite(self.until_s):
-            raise HandOverError("a ticket's numbers are finite and not negative, and it is of at least one rank")
+            raise HandOverError("a ticket's numbers must be finite and not negative, and its ranks at least 1")
         keys = (self.root, self.model, *((self.key,) if self.boundary else ()))
         if not all(_is_key(each) for each in keys) or bool(self.key) != bool(self.boundary):
-            raise HandOverError(f"a ticket's root, key and model are {2 * KEY_BYTES} hexadecimal digits each")
+            raise HandOverError(f"a ticket's root, key and model must be {2 * KEY_BYTES} hexadecimal digits each")
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,13 +65,13 @@ class Ticket:
         """A ticket that came from another server. HandOverError unless every field is there, and of its type."""
         kinds: dict[str, Any] = {each.name: each.type for each in fields(cls)}
         if not isinstance(value, Mapping) or value.keys() != kinds.keys():
-            raise HandOverError(f"a ticket is an object with exactly these fields: {', '.join(kinds)}")
+            raise HandOverError(f"a ticket must be an object with exactly these fields: {', '.join(kinds)}")
         for name, kind in kinds.items():
             found = value[name]
             if type(found) is not kind and not (kind is float and type(found) is int):
-                raise HandOverError(f"a ticket's {name} is of type {kind.__name__}, not {type(found).__name__}")
+                raise HandOverError(f"a ticket's {name} must be of type {kind.__name__}, not {type(found).__name__}")
             if len(found) > MOST_TEXT if kind is str else not abs(found) < MOST:
-                raise HandOverError(f"a ticket's {name} is {'too long' if kind is str else 'too large, or no number'}")
+                raise HandOverError(f"a ticket's {name} must be {'shorter' if kind is str else 'a smaller number'}")
         return cls(**value)
 
     def check(self, identity: ModelIdentity, root: bytes) -> None:
@@ -79,21 +79,21 @@ class Ticket:
         if (self.ranks, self.first_head, self.heads) != (identity.ranks, 0, 0):
             theirs = f"{self.ranks} ranks" + f", {self.heads} heads from {self.first_head} on" * bool(self.heads)
             raise HandOverError(
-                f"the ticket is of another sharding ({theirs}; this server: {identity.ranks} ranks): hand over between "
-                f"servers that divide the model alike"
+                f"the ticket is of another sharding ({theirs}; this server: {identity.ranks} ranks): both servers must "
+                f"divide the model alike"
             )
         if self.layout != identity.layout:
             raise HandOverError(
-                f"the ticket's pages have the layout {self.layout!r}, this server's {identity.layout!r}: hand over "
-                f"between servers of one version"
+                f"the ticket's pages have the layout {self.layout!r}, this server's {identity.layout!r}: both "
+                f"servers must be of one version"
             )
         if self.model != identity.fingerprint().hex():
             raise HandOverError(
-                f"the ticket is of another model (or page size, adapter, precision or machine) than {identity}: hand "
-                f"over between servers with one identity"
+                f"the ticket is of another model (or page size, adapter, precision or machine) than {identity}: both "
+                f"servers must have one identity"
             )
         if self.root != root.hex():
-            raise HandOverError("the ticket is of another salt: give the request the salt that the prefill had")
+            raise HandOverError("the ticket is of another salt: the request must have the salt that the prefill had")
 
 
 def _is_key(text: str) -> bool:

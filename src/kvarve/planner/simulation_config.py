@@ -79,7 +79,7 @@ class SimulationConfig:
         for name in MEANINGLESS:
             if getattr(self.policies, name) != getattr(Policies, name) and not (self.late and name in WAITING):
                 raise ConfigError(
-                    f"a replay does not depend on the setting {name}, as its copies are instant: leave it out"
+                    f"a replay cannot depend on the setting {name}, as its copies are instant: leave it out"
                     + (", or give storage bytes per s" if name in WAITING else "")
                 )
         if not self.block_tokens:

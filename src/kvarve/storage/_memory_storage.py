@@ -148,7 +148,7 @@ class MemoryBackend(Backend):
     @classmethod
     def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
         if not url.place or url.path not in ("", "/"):
-            raise ConfigError(f"{url.text}: a memory URL has one name and no path, as in {cls.example}")
+            raise ConfigError(f"{url.text}: a memory URL needs one name and no path, as in {cls.example}")
         capacity_bytes = url.size_bytes("capacity")
         check_memory(capacity_bytes, label, description, url.place)
         return lambda: MemoryStorage(capacity_bytes, label, description, url.place)

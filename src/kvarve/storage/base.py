@@ -232,11 +232,9 @@ def check_pieces(names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> 
 def check_settings(capacity_bytes: int, label: bytes) -> None:
     """Raise ConfigError unless a storage can be opened with these, wherever it lies."""
     if capacity_bytes <= 0:
-        raise ConfigError(
-            f"a storage of {capacity_bytes} bytes holds nothing: give a capacity above zero, such as 10GiB"
-        )
+        raise ConfigError(f"a storage needs a capacity above zero, such as 10GiB, got {capacity_bytes} bytes")
     if not 1 <= len(label) <= LABEL_MAX_BYTES:
-        raise ConfigError(f"a storage label has 1 to {LABEL_MAX_BYTES} bytes, this one has {len(label)}")
+        raise ConfigError(f"a storage label must have 1 to {LABEL_MAX_BYTES} bytes, got {len(label)}")
 
 
 def check_owner(where: str, found: tuple[bytes, str], wanted: tuple[bytes, str]) -> None:

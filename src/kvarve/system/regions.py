@@ -59,7 +59,7 @@ def shared_region(size_bytes: int) -> HostRegion:
         memory = mmap.mmap(file, size_bytes)  # which keeps the file, and so the lock, open
     except (OSError, ValueError) as error:
         path.unlink(missing_ok=True)
-        raise ConfigError(f"no {size_bytes} bytes of memory in {SHARED} ({error}): enlarge it, or give less") from None
+        raise ConfigError(f"{SHARED} cannot hold {size_bytes} bytes more ({error}): enlarge it, or give less") from None
     finally:
         os.close(file)
     weakref.finalize(memory, _remove, path, os.getpid())

@@ -101,7 +101,7 @@ def test_updated_weights_that_have_no_version_are_not_taken_for_those_of_the_fil
     saved(tmp_path / "model", 2)
     assert weights() == first, "a trainer has overwritten the files since, and memory is what it was"
     write("update_weights_from_tensor")
-    with pytest.raises(ConfigError, match='no weight_version says to what: set "weights"'):
+    with pytest.raises(ConfigError, match='no weight_version says to what: "weights" must be'):
         weights()
     assert weights("step 7") == "step 7"
     version["now"] = "step 8"

@@ -141,7 +141,7 @@ class HostPages:
         self.in_pieces = 0 < len(sizes) <= PIECES_MOST and (flat_bytes is None or sum(sizes) == flat_bytes)
         if not self.in_pieces and flat_bytes is None:
             raise ConfigError(
-                f"the host pool {type(pool).__name__} gives no access to its pages in the layout {pool.layout!r} "
+                f"the pages of the host pool {type(pool).__name__} cannot be accessed in the layout {pool.layout!r} "
                 f"({no_flat}): choose --hicache-mem-layout page_first or page_first_direct"
             )
         self.payload_bytes = sum(sizes) if self.in_pieces else flat_bytes or 0

@@ -309,7 +309,7 @@ def _identity(settings: HiCacheSettings, model_name: str | None, ranks: Ranks) -
         if not _updates.known:
             raise ConfigError(
                 "the weights have been updated since the server was started, or may have been, and no weight_version "
-                'says to what: set "weights" to a text that changes whenever they do'
+                'says to what: "weights" must be a text that changes whenever they do'
             )
         whole = weights == READ_ALL
         weights = _loaded(path, getattr(args, "revision", None), whole=whole)

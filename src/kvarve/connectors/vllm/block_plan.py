@@ -78,7 +78,7 @@ def lookback_of(kind: str, page_tokens: int, window_tokens: int | None = None) -
         return 1
     if kind in ("sliding_window", "sliding_window_mla", "chunked_local_attention") and window_tokens:
         return window_lookback(window_tokens, page_tokens)
-    raise ConfigError(f"kvarve does not know which pages a cache group of kind {kind!r} reads: remove the connector")
+    raise ConfigError(f"kvarve cannot know which pages a cache group of kind {kind!r} reads: remove the connector")
 
 
 class Request(Protocol):
@@ -179,7 +179,7 @@ class BlockPlanner:
                 f"is a multiple of {hash_tokens} and at least {HASH_WORDS}"
             )
         if any(self._page % group.block_tokens for group in groups):
-            raise ConfigError(f"a page of {self._page} tokens is not a whole number of blocks in every group")
+            raise ConfigError(f"a page of {self._page} tokens must be a whole number of blocks in every group")
         self._hashes = self._page // hash_tokens
         self._pieces = [group.blocks(self._page) for group in groups]
         self._standing: dict[str, _Standing] = {}
@@ -403,7 +403,7 @@ class BlockPlanner:
         words = np.zeros((stop - start, self._page), "<u4")
         hashes = [bytes(request.block_hashes[(page + 1) * self._hashes - 1]) for page in range(start, stop)]
         if any(len(each) > HASH_WORDS * TOKEN_BYTES for each in hashes):
-            raise ConfigError(f"block hashes of more than {HASH_WORDS * TOKEN_BYTES} bytes: choose sha256")
+            raise ConfigError(f"block hashes must have at most {HASH_WORDS * TOKEN_BYTES} bytes: choose sha256")
         joined = b"".join(each.ljust(HASH_WORDS * TOKEN_BYTES, b"\0") for each in hashes)
         words[:, :HASH_WORDS] = np.frombuffer(joined, "<u4").reshape(-1, HASH_WORDS)
         return words.reshape(-1)

@@ -109,7 +109,7 @@ class ChunkStore:
         seal: Seal = CHECKSUM,
     ) -> None:
         if rows.ndim != 2 or not rows.shape[1] or rows.shape[1] % BLOCK_BYTES or rows.strides[1] != 1:
-            raise ConfigError(f"rows are of whole blocks of {BLOCK_BYTES} bytes, not {rows.shape} by {rows.strides}")
+            raise ConfigError(f"rows must be whole blocks of {BLOCK_BYTES} bytes, not {rows.shape} by {rows.strides}")
         self.counts: Counter[str] = Counter()  # chunks, by what became of them
         self.usage: StorageUsage | None = None  # as the storage last answered
         self._namespace, self._seal, self._rows = namespace, seal, rows

@@ -25,18 +25,16 @@ def check_engine(config: "VllmConfig") -> None:
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
-            "vLLM's prefix caching is off, whose hashes name kvarve's pages: remove --no-enable-prefix-caching, or "
+            "kvarve needs vLLM's prefix caching, whose hashes name its pages: remove --no-enable-prefix-caching, or "
             "remove the connector"
         )
     if transfer.kv_role != "kv_both":
-        raise ConfigError(f"kv_role is {transfer.kv_role!r}: kvarve both saves and loads, so give 'kv_both'")
+        raise ConfigError(f"kv_role must be 'kv_both', as kvarve both saves and loads, got {transfer.kv_role!r}")
     if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            "kv_load_failure_policy is 'fail', by which a bad page would fail its request: give 'recompute'"
-        )
+        raise ConfigError("kv_load_failure_policy must be 'recompute': by 'fail' a bad page would fail its request")
     if parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
         raise ConfigError(
-            f"{parallel.world_size} workers compute one model: kvarve's connector works with one so far; use vLLM's "
+            f"kvarve's connector cannot work with {parallel.world_size} workers of one model so far: use vLLM's "
             f"OffloadingConnector with kvarve as its secondary tier"
         )
 
@@ -54,7 +52,7 @@ def groups_of(config: "KVCacheConfig", page_tokens: int) -> tuple[Group, ...]:
         lookback = lookback_of(kind, page_tokens, window)
         found.append(Group(number, name, spec.block_size, lookback, kind == "mamba", kind, window))
     if not found:
-        raise ConfigError("no cache group of this model may be cached: remove the connector")
+        raise ConfigError("kvarve cannot cache any cache group of this model: remove the connector")
     return tuple(found)
 
 

@@ -210,14 +210,14 @@ def _identity(spec: Any, settings: TierSettings, row_bytes: int) -> Fields:
     if found is not None and found[0].lora_config is not None and not settings.identity:
         raise ConfigError(
             "adapters (LoRA) are on, and vLLM's tiering knows them by name and path alone, so pages of their weights "
-            'before would be found: set "identity" of the tier to a text that changes whenever those of an adapter do, '
-            "or use kvarve's connector"
+            'before would be found: "identity" of the tier must be a text that changes whenever those of an adapter '
+            "do; or use kvarve's connector"
         )
     if found is None:
         if not settings.identity or not settings.weights:
             raise ConfigError(
-                'this vLLM does not let a tier see its configuration: set "identity" of the tier to a text that tells '
-                'the model and its settings apart, and "weights" to one for its weights'
+                'this vLLM does not let a tier see its configuration: "identity" of the tier must be a text that tells '
+                'the model and its settings apart, and "weights" one for its weights'
             )
         return {**fields, "model": config.model.name, "weights": settings.weights}
     vllm_config, kv_cache_config = found

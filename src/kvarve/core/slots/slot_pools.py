@@ -42,7 +42,7 @@ class SlotPools:
         for place, count in enumerate(self.capacity):
             if count < 0:
                 tier, pool = self.tier(place), self.pools[place % pools]
-                raise ConfigError(f"pool {pool.name}: {count} slots on the {tier.name.lower()}")
+                raise ConfigError(f"pool {pool.name} cannot have {count} slots on the {tier.name.lower()}")
         self.free = [
             array("i", range(0 if self.extents[place // pools] else count)[::-1])
             for place, count in enumerate(self.capacity)

@@ -134,8 +134,8 @@ def main(options: Demo) -> int:
     """Run it; 0 if every round gave the tokens and logprobs of vLLM alone, 1 if not. Writes demo-vllm.json and .png."""
     if (options.model, options.port, options.context_tokens) != (Demo.model, Demo.port, Demo.context_tokens):
         raise ConfigError(
-            "--engine vllm has no server, and computes a model and texts of its own: leave out --model, --port and "
-            "--context-tokens"
+            "--engine vllm cannot have --model, --port or --context-tokens: it has no server, and computes a model "
+            "and texts of its own"
         )
     python = python_with_vllm(options.engine_python)
     console, out = Console(), options.out

@@ -41,7 +41,7 @@ def python_with_vllm(given: Path | None) -> Path:
         python = own
     else:
         raise ConfigError(
-            "no vLLM is installed here: `make run-vllm` in kvarve's checkout sets one up; or name the Python of an "
+            "vLLM must be installed: `make run-vllm` in kvarve's checkout sets one up; or name the Python of an "
             f"environment that has vLLM and kvarve (`pip install .` there) with --engine-python or ${VARIABLE}"
         )
     try:
@@ -55,7 +55,7 @@ def python_with_vllm(given: Path | None) -> Path:
     if missing:
         how = "install vLLM there, or name another Python" if "vllm" in missing else f"{python} -m pip install ."
         where = "" if "vllm" in missing else " in kvarve's checkout"
-        raise ConfigError(f"--engine-python: {python} has no {missing[0]}: {how}{where}")
+        raise ConfigError(f"--engine-python: {python} needs {missing[0]}: {how}{where}")
     return python
 
 

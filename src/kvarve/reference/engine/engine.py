@@ -64,7 +64,7 @@ class Engine(Turns):
         if max_running < 1 or max_waiting < 1:
             raise ConfigError("max_running and max_waiting must be at least 1")
         if turn_tokens < 1:
-            raise ConfigError(f"a turn computes at least one token, not {turn_tokens}")
+            raise ConfigError(f"turn_tokens must be at least 1, got {turn_tokens}")
         super().__init__(model, cache, max_running=max_running, turn_tokens=turn_tokens, deterministic=deterministic)
         self._max_running, self._max_waiting = max_running, max_waiting
         self._stopping = threading.Event()
@@ -98,13 +98,13 @@ class Engine(Turns):
             check_tokens(sampling, vocabulary)
             if len(ids) + sampling.max_tokens > self.model.max_tokens:
                 raise TooLong(
-                    f"with max_tokens {sampling.max_tokens} the prompt is too long: it has {len(ids)} tokens, and "
-                    f"this model's maximum context length is {self.model.max_tokens} tokens"
+                    f"with max_tokens {sampling.max_tokens} the prompt is too long: its {len(ids)} tokens cannot fit, "
+                    f"as this model's maximum context length is {self.model.max_tokens} tokens"
                 )
             if len(ids) + sampling.max_tokens - 1 > capacity:  # the last token is never computed
                 raise TooLong(
-                    f"with max_tokens {sampling.max_tokens} the prompt is too long: it has {len(ids)} tokens, and "
-                    f"there is device memory for {capacity}"
+                    f"with max_tokens {sampling.max_tokens} the prompt is too long: its {len(ids)} tokens cannot fit, "
+                    f"as there is device memory for {capacity}"
                 )
         return ids
 
@@ -128,7 +128,7 @@ class Engine(Turns):
             if one.sample_of is not None:
                 first = asked.get(one.sample_of)
                 if first is None or first.prompt is not one.prompt or first.salt != one.salt:
-                    raise ConfigError(f"request {one.sample_of} has another prompt, or does not come before its sample")
+                    raise ConfigError(f"request {one.sample_of} must have its sample's prompt, and come before it")
             asked[one.number] = one
             same = id(one.prompt)
             if same not in checked:
@@ -139,9 +139,9 @@ class Engine(Turns):
             if one.ticket is not None:
                 self.cache.scheduler.check_ticket(one.ticket, known[same, one.salt])
             if (one.ticket is not None or one.hand_over_s is not None) and self.cache.worker.attached is None:
-                raise HandOverError("a prompt is handed over through a storage that both servers share: attach one")
+                raise HandOverError("a hand-over needs a storage that both servers share: attach one")
         if len(requests) > limit:
-            raise ConfigError(f"{len(requests)} requests at once are more than the {limit} that the engine takes")
+            raise ConfigError(f"requests at once must be at most {limit}, got {len(requests)}")
         with self._lock:
             if self._stopping.is_set() or self._ended:
                 raise Busy(self.broken or "the engine is shutting down")
@@ -149,7 +149,7 @@ class Engine(Turns):
                 raise Busy(f"{self._pending} requests are being served or wait already: try again later")
             numbers = {one.number for one in requests}
             if len(numbers) < len(requests) or numbers & self._accepted.keys():
-                raise ConfigError("the same request is being served already: make another one")
+                raise ConfigError("a request cannot be served twice at once: make another one")
             for one in requests:
                 self._accepted[one.number] = one
                 prompt = known[id(one.prompt), one.salt]

@@ -305,7 +305,7 @@ def _grid(config: Any, name: str, page_tokens: int | None, chunk_tokens: int | N
     if chunk_tokens is None:
         chunk_tokens = math.lcm(256, page_tokens)
     if chunk_tokens % page_tokens:
-        raise ConfigError(f"chunks of {chunk_tokens} tokens are not whole pages of {page_tokens}")
+        raise ConfigError(f"chunks must be whole pages of {page_tokens} tokens, got {chunk_tokens} tokens")
     return page_tokens, chunk_tokens
 
 

@@ -85,7 +85,7 @@ class LoadedModel:
             raise ModelError(f"{self.name} has no chat template: use completions, or add chat_template.jinja to it")
         settings = inspect.signature(self.tokenizer.apply_chat_template).parameters
         if taken := next((name for name in variables if name in settings), None):
-            raise ConfigError(f"chat_template_kwargs: {taken!r} is no variable of a template's own")
+            raise ConfigError(f"chat_template_kwargs must be variables of a template's own, got {taken!r}")
         try:
             text: str = self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=False, **variables

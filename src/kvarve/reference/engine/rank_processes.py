@@ -302,14 +302,14 @@ def threads_of(ranks: int) -> int:
 def check_ranks(ranks: int, nodes: int = 1, node: int = 0, address: str | None = None, device: str = "cpu") -> None:
     """ConfigError for numbers that cannot work."""
     if ranks < 1 or nodes < 1 or ranks % nodes:
-        raise ConfigError(f"{ranks} ranks on {nodes} nodes: give every node as many ranks, at least one")
+        raise ConfigError(f"every node must have as many ranks, at least one, got {ranks} ranks on {nodes} nodes")
     if not 0 <= node < nodes:
-        raise ConfigError(f"there is no node {node} among {nodes}: nodes count from 0")
+        raise ConfigError(f"the node rank must be from 0 to {nodes - 1}, got {node}")
     if nodes > 1:
         host_and_port(address)
     if device == "cuda" and ranks // nodes > (devices := torch.cuda.device_count()):
         raise ConfigError(
-            f"{ranks // nodes} ranks on this machine want a GPU each, and it has {devices}: give fewer ranks, or "
+            f"{ranks // nodes} ranks on this machine need a GPU each, and it has {devices}: give fewer ranks, or "
             f"--device cuda:0 for all on one"
         )
 
@@ -318,7 +318,7 @@ def host_and_port(address: str | None) -> tuple[str, int]:
     host, _, port = (address or "").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
-        raise ConfigError("several nodes meet at --dist-init-addr HOST:PORT, of node 0; the next port is used as well")
+        raise ConfigError("several nodes need --dist-init-addr HOST:PORT, of node 0; the next port is used as well")
     return host, int(port)
 
 

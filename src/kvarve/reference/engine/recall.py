@@ -106,7 +106,7 @@ def recall_task(seed: int, *, tokens: int = 2800, facts: int = 48, questions: in
     Raises ConfigError when there are more questions than facts, or more facts than there are keys to tell apart.
     """
     if not 1 <= questions <= facts <= len(KEYS):
-        raise ConfigError(f"{questions} questions about {facts} facts: want 1 <= questions <= facts <= {len(KEYS)}")
+        raise ConfigError(f"1 <= questions <= facts <= {len(KEYS)} must hold, got {questions} questions, {facts} facts")
     rng = random.Random(seed)
     known = [Question(key, rng.choice(VALUES)) for key in rng.sample(KEYS, facts)]
     sentences = [f"{fact.plain} {fact.answer}.\n" for fact in known]
@@ -122,7 +122,7 @@ def score(answers: Sequence[str], expected: Sequence[str]) -> float:
     Raises ConfigError when the two do not pair up.
     """
     if not expected or len(answers) != len(expected):
-        raise ConfigError(f"{len(answers)} answers for {len(expected)} questions")
+        raise ConfigError(f"each question needs an answer, got {len(answers)} for {len(expected)} questions")
     right = sum(_first_word(answer) == word for answer, word in zip(answers, expected, strict=True))
     return right / len(expected)
 

@@ -56,7 +56,7 @@ class Sampling:
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"a seed has 64 bits at most, {self.seed} has more")
+            raise ConfigError(f"seed must have at most 64 bits, got {self.seed}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.top_k < -1:
@@ -77,7 +77,7 @@ class Sampling:
 def check_prompt(prompt: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
     """The ids [tokens]; ConfigError if there are none, or one is outside a vocabulary of this size."""
     if not len(prompt):
-        raise ConfigError("the prompt is empty")
+        raise ConfigError("the prompt must not be empty")
     try:
         ids = np.asarray(prompt)
     except ValueError:  # rows of different lengths
@@ -86,7 +86,7 @@ def check_prompt(prompt: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
         raise ConfigError("the prompt must be a row of token ids, which are whole numbers")
     # numpy makes objects of numbers that are larger than any vocabulary, and of anything that is no number.
     if ids.dtype.kind == "O" or int(ids.max()) >= vocabulary or int(ids.min()) < 0:
-        raise ConfigError(f"the prompt has a token id outside the model's vocabulary of {vocabulary}")
+        raise ConfigError(f"the prompt's token ids must be in the model's vocabulary of {vocabulary}")
     return ids.astype(np.int64, copy=False)
 
 
@@ -97,7 +97,7 @@ def check_tokens(sampling: Sampling, vocabulary: int) -> None:
         ("stop_token_ids", sampling.stop_token_ids),
     ):
         if odd := [token for token in tokens if not 0 <= token < vocabulary]:
-            raise ConfigError(f"{name}: {odd[0]} is no token id of the model's vocabulary of {vocabulary}")
+            raise ConfigError(f"{name} must be token ids of the model's vocabulary of {vocabulary}, got {odd[0]}")
 
 
 class Finish(Enum):
@@ -214,7 +214,7 @@ class Request:
         if not isinstance(self.priority, int):
             raise ConfigError(f"the priority must be a whole number, not {self.priority!r}")
         if self.hand_over_s is not None and not 0 <= self.hand_over_s < math.inf:
-            raise ConfigError(f"a prompt is handed over within a finite number of seconds, not {self.hand_over_s}")
+            raise ConfigError(f"hand_over_s must be finite and at least 0, got {self.hand_over_s}")
 
     def result(self, timeout_s: float = 300.0) -> tuple[str, list[int], OutputChunk]:
         """Wait for the whole answer: its text, tokens and last chunk. `queue.Empty` after `timeout_s` without one."""

@@ -163,7 +163,7 @@ def check_pages(plans: Sequence[LayerPlan], page_tokens: int, name: str) -> None
         fits = -(-page_tokens // multiple) * multiple
         raise ConfigError(
             f"{name} compresses {multiple} tokens into one entry, which a page of {page_tokens} tokens would cut in "
-            f"two: give page tokens {fits}, and chunk tokens that are a multiple of it"
+            f"two: page tokens must be a multiple such as {fits}, and chunk tokens a multiple of them"
         )
 
 

@@ -111,9 +111,9 @@ class HandOver(Body):
     """What a request's `kv_transfer_params` say."""
 
     hand_over_s: Annotated[float, Field(ge=0, le=LONGEST_HAND_OVER_S)] | None = None
-    """of a prefill server: when its pages are expected in the shared storage"""
+    """prefill server: when its pages are expected in the shared storage"""
     ticket: Any = None
-    """of a decode server: from the prefill server's answer"""
+    """decode server: from the prefill server's answer"""
 
     def check(self) -> None:
         if odd := [name for name, value in (self.model_extra or {}).items() if value is not None]:

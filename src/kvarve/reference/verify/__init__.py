@@ -258,7 +258,7 @@ def _check_room(model: LoadedModel, plan: Plan, url: str, usage: StorageUsage) -
     free = None if usage.capacity_bytes is None or usage.bytes is None else usage.capacity_bytes - usage.bytes
     if free is not None and free < need:
         raise ConfigError(
-            f"{url}: {format_size(free)} are free, and the proof stores {format_size(need)}: give it more, "
+            f"{url}: the proof needs {format_size(need)}, and {format_size(free)} are free: give it more, "
             f"or fewer --tokens"
         )
 

@@ -48,13 +48,13 @@ _NEAR = 256  # rows: one read of a gap this long takes less time than a second r
 def check_limits(ttl_s: float | None, quota_bytes: int | None, eviction: str, threads: int) -> None:
     """Raise ConfigError unless a file storage can be opened with these."""
     if ttl_s is not None and not ttl_s > 0:
-        raise ConfigError(f"objects that live for {ttl_s} s are never found: give a ttl above zero, such as 7d")
+        raise ConfigError(f"ttl must be above zero, such as 7d, got {ttl_s} s")
     if quota_bytes is not None and quota_bytes <= 0:
-        raise ConfigError(f"a quota of {quota_bytes} bytes admits no object: give one above zero, such as 1GiB")
+        raise ConfigError(f"quota must be above zero, such as 1GiB, got {quota_bytes} bytes")
     if eviction not in ORDERS:
         raise ConfigError(f"unknown eviction order {eviction!r}; known: {', '.join(ORDERS)}")
     if threads < 1:
-        raise ConfigError(f"{threads} threads read and write nothing: give at least 1")
+        raise ConfigError(f"threads must be at least 1, got {threads}")
 
 
 @dataclass(frozen=True)

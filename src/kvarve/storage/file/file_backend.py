@@ -31,7 +31,7 @@ class FileSettings:
 def file_settings(url: StorageUrl) -> FileSettings:
     """Raise ConfigError for invalid settings; the disk is not accessed."""
     if url.place or not url.path.startswith("/"):
-        raise ConfigError(f"{url.text}: a file URL has three slashes and an absolute path, as in {FileBackend.example}")
+        raise ConfigError(f"{url.text}: it needs three slashes and an absolute path, as in {FileBackend.example}")
     given = url.parameters
     settings = FileSettings(
         checked_path(url.path),

@@ -404,7 +404,7 @@ class FileStorage(Storage):
 
     def _require_writable(self) -> None:
         if self._reading:
-            raise ConfigError(f"{self._directory} can only be read: nothing in it can be removed")
+            raise ConfigError(f"{self._directory} can only be read: its pages cannot be removed")
 
     def usage(self) -> StorageUsage:
         with self._looking() as index:

@@ -209,9 +209,7 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
     """ConfigError: not an absolute path."""
     path = Path(directory)
     if not path.is_absolute() or "\0" in str(path):
-        raise ConfigError(
-            f"{str(path)!r} is not an absolute path: a storage folder is named from the root, as /var/kvarve"
-        )
+        raise ConfigError(f"a storage folder must be an absolute path, as /var/kvarve, got {str(path)!r}")
     return path
 
 

@@ -69,15 +69,15 @@ def read_settings(url: StorageUrl) -> Settings:
     given = url.parameters
     if url.place or not url.path.startswith("/"):
         raise ConfigError(
-            f"{url.text}: name a folder of the mounted file system by its absolute path, with three slashes, as in "
-            f"{Hf3fsBackend.example}"
+            f"{url.text}: it must name a folder of the mounted file system by its absolute path, with three slashes, "
+            f"as in {Hf3fsBackend.example}"
         )
     engine = given.get("engine", "auto")
     if engine not in _ENGINES:
-        raise ConfigError(f"{url.text}: engine is {', '.join(_ENGINES[:-1])} or {_ENGINES[-1]}, not {engine!r}")
+        raise ConfigError(f"{url.text}: engine must be {', '.join(_ENGINES[:-1])} or {_ENGINES[-1]}, not {engine!r}")
     threads = url.whole_number("threads") if "threads" in given else _THREADS
     if not 1 <= threads <= 256:
-        raise ConfigError(f"{url.text}: threads is a number from 1 to 256")
+        raise ConfigError(f"{url.text}: threads must be a number from 1 to 256")
     try:
         check_map(given.get("metadata"))
     except ConfigError as error:

@@ -38,16 +38,16 @@ T = TypeVar("T")
 def redis_settings(setting: str) -> tuple[Settings, Path | None, str | None]:
     """Where the server is, the file with its password, and the user. ConfigError; nothing is touched."""
     if "@" in setting:
-        raise ConfigError("metadata=redis://...: no password stands in a URL: give user= and password_file=")
+        raise ConfigError("metadata=redis://...: a password cannot stand in a URL: give user= and password_file=")
     parts = urlsplit(setting)
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     file, user = given.pop("password_file", None), given.pop("user", None)
     if "ttl" in given:
-        raise ConfigError(f"metadata={setting}: metadata has no ttl")
+        raise ConfigError(f"metadata={setting}: metadata cannot have a ttl")
     if file is not None and not Path(file).is_absolute():
-        raise ConfigError(f"metadata={setting}: password_file is an absolute path")
+        raise ConfigError(f"metadata={setting}: password_file must be an absolute path")
     if user is not None and file is None:
-        raise ConfigError(f"metadata={setting}: a user has a password: give password_file= too")
+        raise ConfigError(f"metadata={setting}: a user needs a password: give password_file= too")
     query = f"?{urlencode(given)}" if given else ""
     settings = read_settings(parse_url(f"{parts.scheme}://{parts.netloc}{parts.path}{query}"))
     return settings, Path(file) if file else None, user

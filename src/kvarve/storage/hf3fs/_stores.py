@@ -26,8 +26,8 @@ def check_map(setting: str | None) -> None:
     """Touches nothing. ConfigError: what is wrong with it."""
     if setting is not None and not _REDIS.match(setting):
         raise ConfigError(
-            f"metadata={setting}: leave it out where one process is alone with its store, or write redis://host:6379/0"
-            " of a Redis or Valkey that several share"
+            f"metadata={setting}: it must be redis://host:6379/0 of a Redis or Valkey that several processes share; "
+            "leave it out where one is alone with its store"
         )
     if setting is not None:
         redis_settings(setting)

@@ -350,9 +350,9 @@ def _replication(settings: Settings) -> Any:
     elif settings.soft_pin and hasattr(config, "soft_pin_action"):
         config.soft_pin_action = store.SoftPinAction.ENABLE
     elif settings.soft_pin:
-        raise ConfigError("this version of Mooncake has no soft pin")
+        raise ConfigError("soft_pin is not supported by this version of Mooncake")
     if settings.hard_pin and not hasattr(config, "with_hard_pin"):
-        raise ConfigError("this version of Mooncake has no hard pin")
+        raise ConfigError("hard_pin is not supported by this version of Mooncake")
     if settings.hard_pin:
         config.with_hard_pin = True
     return config

@@ -52,7 +52,7 @@ def read_settings(url: StorageUrl, environ: Mapping[str, str] = os.environ) -> S
     """ConfigError: the URL is invalid, or the library is missing."""
     text, parameters = url.text, url.parameters
     if url.path not in ("", "/"):
-        raise ConfigError(f"{text}: a mooncake URL has a master and no path, as in mooncake://10.0.0.1:{DEFAULT_PORT}")
+        raise ConfigError(f"{text}: it needs a master and no path, as in mooncake://10.0.0.1:{DEFAULT_PORT}")
     file = _file(environ.get("MOONCAKE_CONFIG_PATH"))
     found = {name: parameters[name] for name in _ELSEWHERE if name in parameters}
     if url.place:
@@ -64,7 +64,7 @@ def read_settings(url: StorageUrl, environ: Mapping[str, str] = os.environ) -> S
         elif name not in found and str(file.get(field) or ""):
             found[name], sources[name] = str(file[field]), f"{field} in {environ['MOONCAKE_CONFIG_PATH']}"
     if "master" not in found:
-        raise ConfigError(f"{text}: say where the master is, as in mooncake://10.0.0.1:{DEFAULT_PORT}")
+        raise ConfigError(f"{text}: it must say where the master is, as in mooncake://10.0.0.1:{DEFAULT_PORT}")
     master = _with_port(found["master"], DEFAULT_PORT, sources["master"])
     host = master.rpartition(":")[0]
     segment_bytes = 0
@@ -73,7 +73,7 @@ def read_settings(url: StorageUrl, environ: Mapping[str, str] = os.environ) -> S
         segment_bytes = size(found["segment"])
     replicas = parameters.get("replicas", "1")
     if not re.fullmatch("[1-9][0-9]?", replicas):
-        raise ConfigError(f"{text}: replicas is a number from 1 to 99, not {replicas!r}")
+        raise ConfigError(f"{text}: replicas must be a number from 1 to 99, not {replicas!r}")
     settings = Settings(
         master,
         found.get("protocol", "tcp").lower(),
@@ -99,7 +99,7 @@ def _file(path: str | None) -> dict[str, object]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path}: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path} holds no settings")
+        raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path} must hold settings")
     return content
 
 
@@ -115,11 +115,11 @@ def _their_size(text: str) -> int:
         assert match is not None
         return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
     except (AssertionError, ValueError):
-        raise ConfigError(f"MOONCAKE_GLOBAL_SEGMENT_SIZE: {text!r} is not a size, such as 4gb") from None
+        raise ConfigError(f"MOONCAKE_GLOBAL_SEGMENT_SIZE must be a size, such as 4gb, got {text!r}") from None
 
 
 def _flag(text: str, parameters: Mapping[str, str], name: str) -> bool:
     value = parameters.get(name, "false").lower()
     if value not in ("true", "false", "1", "0", "yes", "no"):
-        raise ConfigError(f"{text}: {name} is true or false, not {value!r}")
+        raise ConfigError(f"{text}: {name} must be true or false, not {value!r}")
     return value in ("true", "1", "yes")

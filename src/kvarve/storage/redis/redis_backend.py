@@ -32,26 +32,26 @@ def read_settings(url: StorageUrl) -> Settings:
     given, tls = url.parameters, url.scheme == "rediss"
     cluster = given.get("cluster", "no")
     if cluster not in ("yes", "no"):
-        raise ConfigError(f"{url.text}: cluster is yes or no, not {cluster!r}")
+        raise ConfigError(f"{url.text}: cluster must be yes or no, not {cluster!r}")
     if (wrong := next((name for name in _TLS if name in given), None)) and not tls:
-        raise ConfigError(f"{url.text}: {wrong} is for rediss://, which encrypts")
+        raise ConfigError(f"{url.text}: {wrong} needs rediss://, which encrypts")
     if url.user is not None and url.password is None:
-        raise ConfigError(f"{url.text}: a user has a password, as in redis://user:password@host")
+        raise ConfigError(f"{url.text}: a user needs a password, as in redis://user:password@host")
     ttl_s = url.seconds("ttl")
     if ttl_s == 0:
-        raise ConfigError(f"{url.text}: objects that live for 0 s are never found: give a ttl above zero, such as 7d")
+        raise ConfigError(f"{url.text}: ttl must be above zero, such as 7d")
     host, port, socket, database = "", 6379, "", 0
     if url.place:
         (host, port), number = host_and_port(url.place, port, url.text), url.path.removeprefix("/") or "0"
         if not re.fullmatch("[0-9]{1,6}", number):
-            raise ConfigError(f"{url.text}: the path of a redis URL is the number of a database, not {number!r}")
+            raise ConfigError(f"{url.text}: the path of a redis URL must be the number of a database, not {number!r}")
         host, database = host.strip("[]"), int(number)
     elif url.path.startswith("/") and not tls:
         socket = url.path
     else:
-        raise ConfigError(f"{url.text}: say where the server is, as in {RedisBackend.example}")
+        raise ConfigError(f"{url.text}: it must say where the server is, as in {RedisBackend.example}")
     if cluster == "yes" and (database or socket):
-        raise ConfigError(f"{url.text}: a cluster has a host, and no database but 0")
+        raise ConfigError(f"{url.text}: a cluster must have a host, and no database but 0")
     return Settings(
         f"{url.scheme}://{url.place or socket}",
         host,
