@@ -23,6 +23,7 @@ from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cli.main import main
 from kvarve.core.core import Core
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.requests.growth import Growth
 from kvarve.core.requests.paths import Paths
 from kvarve.pages import boundaries
 from kvarve.pages.keys import root_key
@@ -158,8 +159,8 @@ def pages_are_known_in_every_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_kept_where_prompts_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Core, "_snapshots", lambda *_: 0)
-    patch.setattr(Core, "_has_room_at", lambda *_: False)
+    patch.setattr(Growth, "_snapshots", lambda *_: 0)
+    patch.setattr(Growth, "_has_room_at", lambda *_: False)
 
 
 def what_is_evicted_is_still_in_use(patch: pytest.MonkeyPatch) -> None:

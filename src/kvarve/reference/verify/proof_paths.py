@@ -200,7 +200,7 @@ def conversation(prover: Prover) -> None:
 def eviction(prover: Prover) -> None:
     """Conversations that take turns in less memory than they need, with and without a storage."""
     plan, chunk = prover.plan, prover.plan.chunk
-    count = 4 if plan.quick and plan.chunks > 1 else 8
+    count = 6 if plan.quick and plan.chunks > 1 else 8  # fewer states than these would all stay on the host
     with prover.path("eviction", "tiers too small for the conversations, by each write policy") as row:
         one = plan.longest + plan.decode  # the engine needs device memory for a whole request
         for policy, device, host in (("through", one, 2 * plan.whole), ("back", one, chunk)):
