@@ -103,6 +103,7 @@ def all_numbers() -> Snapshot:
         ends={},
         prompt_tokens=0,
         computed_tokens=0,
+        recomputed_tokens=0,
         output_tokens=0,
         preempted=0,
         reasons={},

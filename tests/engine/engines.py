@@ -81,6 +81,7 @@ def engines() -> Iterator[Make]:
         max_waiting: int = 256,
         turn_tokens: int = 2 * CHUNK,
         deterministic: bool = False,
+        exact: bool = False,
         device: int = 64 * MIB,
         host: int = 64 * MIB,
         **policies: Any,
@@ -98,6 +99,7 @@ def engines() -> Iterator[Make]:
             max_waiting=max_waiting,
             turn_tokens=turn_tokens,
             deterministic=deterministic,
+            exact=exact,
         )
         made_engines.append(engine.start() if start else engine)
         return engine

@@ -50,6 +50,7 @@ def a_snapshot(storage: StorageUsage | None) -> Snapshot:
         ends={"stop": 3},
         prompt_tokens=4,
         computed_tokens=5,
+        recomputed_tokens=7,
         output_tokens=6,
         preempted=1,
         reasons={Reason.HIT_HOST: 7, Reason.NEVER_SEEN: 3},

@@ -115,6 +115,8 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
     )
     yield by("kvarve_explained_tokens", help_text, ("reason",), {why.value: some for why, some in now.reasons.items()})
     yield counter("kvarve_computed_tokens", "Tokens of prompts that were computed.", now.computed_tokens)
+    again = "Tokens of answers that were computed again by prefill, while there was nothing else to do."
+    yield counter("kvarve_recomputed_tokens", again, now.recomputed_tokens)
     yield counter("kvarve_output_tokens", "Tokens generated.", now.output_tokens)
     help_text = "Requests that were preempted; they resumed later from their cached pages."
     yield counter("kvarve_preempted_requests", help_text, now.preempted)

@@ -21,6 +21,7 @@ class Snapshot:
     ends: Mapping[str, int]  # requests, by why they ended
     prompt_tokens: int
     computed_tokens: int
+    recomputed_tokens: int
     output_tokens: int
     preempted: int
     reasons: Mapping[Reason, int]  # tokens of prompts

@@ -47,6 +47,13 @@ IDLE_S = 0.2  # how long a turn without work sleeps at most; a call or a finishe
 TURN_TOKENS = 512  # answers and prompts together
 
 
+class _Pages:
+    """What a flush asks of an engine."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self.flush, self.idle = engine.flush_memory, engine.cache.scheduler.core.idle
+
+
 class Engine(Turns):
     """Serves requests from any thread on its own thread. `start` it, `submit`, and `shutdown` at the end."""
 
@@ -59,13 +66,16 @@ class Engine(Turns):
         max_waiting: int = 4096,
         turn_tokens: int = TURN_TOKENS,
         deterministic: bool = False,
+        exact: bool = False,
     ) -> None:
-        """`turn_tokens`: computed by a turn at most, answers first, but at least one chunk of a prompt in prefill."""
+        """`turn_tokens`: computed by a turn at most, answers first, but at least one chunk of a prompt in prefill.
+        `exact`: no page that decoding computed is kept; answers are computed again by prefill (see `Turns`)."""
         if max_running < 1 or max_waiting < 1:
             raise ConfigError("max_running and max_waiting must be at least 1")
         if turn_tokens < 1:
             raise ConfigError(f"turn_tokens must be at least 1, got {turn_tokens}")
-        super().__init__(model, cache, max_running=max_running, turn_tokens=turn_tokens, deterministic=deterministic)
+        among = {"max_running": max_running, "turn_tokens": turn_tokens}
+        super().__init__(model, cache, **among, deterministic=deterministic, exact=exact)
         self._max_running, self._max_waiting = max_running, max_waiting
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvarve engine", daemon=True)
@@ -76,7 +86,7 @@ class Engine(Turns):
             lambda: self.ask(cache.scheduler.core.cleared, ASK_S, Cleared()),
             lambda order: self._tell(Detach() if order is None else Attach(*order)),
         )
-        self.flushes = Flushes(cache.scheduler.core, self.ask, lambda: self._ended)
+        self.flushes = Flushes(_Pages(self), self.ask, lambda: self._ended)
         self._changing = threading.Lock()  # of ranks that are told to: one change after the other
         self._left_s = 0.0  # for the backups, once the last turn is over
 
@@ -218,7 +228,7 @@ class Engine(Turns):
 
     def load(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
-        running = len(self.scheduler.running)
+        running = min(len(self.scheduler.running), self._pending)  # an answer that is computed again is no request
         return running, self._pending - running
 
     def waiting(self) -> dict[str, int]:
@@ -272,6 +282,11 @@ class Engine(Turns):
 
     # --- on the engine's thread
 
+    def flush_memory(self, tiers: Sequence[Tier]) -> int:
+        """Evict all unpinned pages; how many. What would bring pages back by itself is forgotten."""
+        self._forget_answers()
+        return self.cache.scheduler.core.flush(tiers)
+
     def _serve(self) -> None:
         try:
             while not self._last:
@@ -290,7 +305,7 @@ class Engine(Turns):
             case Aborted(number) if number in self._accepted:
                 self._abort(self._accepted[number])
             case Evict():
-                self.cache.scheduler.core.flush(order.of())
+                self.flush_memory(order.of())
             case Cleared():
                 self.cache.scheduler.core.cleared()
             case Stop(left_s):
@@ -327,6 +342,8 @@ class Engine(Turns):
             except Exception as e:  # noqa: BLE001  one failing call must not keep other requests from their last output
                 self._break(e)
         try:
+            if self._again is not None and not self.broken:
+                self._end_again()
             for job in [*self._jobs.values()] if not self.broken else ():
                 self._end(job, Finish.ABORT)
         except Exception as e:  # noqa: BLE001  the engine is broken then, and `_notify_all` tells every request

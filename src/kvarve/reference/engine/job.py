@@ -106,6 +106,7 @@ class EngineCounts:
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
+    recomputed_tokens: int = 0  # of answers, by prefill, while there was nothing else to do
     prefill_compute_s: float = 0.0  # in which the engine's thread computed these
     # Of the prompts' tokens, and beside them those of further samples.
     reasons: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))

@@ -2,9 +2,10 @@
 
 A turn: take in ended copies, new and aborted requests, admit requests (`request_scheduler.py`), decode one token for
 each answer, in as few forwards as their lengths allow, then prefill as many prompts as a budget of tokens allows: whole
-chunks alone, the tails after them together. Prompts take turns, so a long one delays no answer by more than a chunk. A
-deterministic engine computes every request alone and keeps only pages from prefill, so that an answer depends, to the
-last bit, on its prompt alone.
+chunks alone, the tails after them together. Prompts take turns, so a long one delays no answer by more than a chunk. An
+engine that is `exact` keeps only pages from prefill, and computes answers again while nothing else is to be done
+(`answers_again.py`); others keep those from decoding as well. A deterministic one computes every request alone, so that
+an answer depends, to the last bit, on its prompt alone.
 """
 
 import logging
@@ -21,13 +22,14 @@ from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken, is_bug
 from kvarve.cache.scheduler import Prompt
 from kvarve.core.lease import Lease
 from kvarve.pages.ticket import Ticket
+from kvarve.reference.engine.answers_again import Again, AnswersAgain
 from kvarve.reference.engine.batch import Batch, Together, by_length, spare_tokens, together
 from kvarve.reference.engine.inputs import Input, decode, encode
 from kvarve.reference.engine.job import EngineCounts, Job, find_stop, held_back
 from kvarve.reference.engine.model import LoadedModel, forward
 from kvarve.reference.engine.paging import GROW_WAIT_S, PagedWorkspace, room_comes
 from kvarve.reference.engine.request_scheduler import Scheduler, within
-from kvarve.reference.engine.requests import Finish, Likelihood, OutputChunk, Request, TokenUsage
+from kvarve.reference.engine.requests import Finish, Likelihood, OutputChunk, Request, Sampling, TokenUsage
 from kvarve.reference.engine.sampling import choose_all, likelihood
 
 log = logging.getLogger(__name__)
@@ -45,9 +47,19 @@ class Turns:
     """Computes accepted requests turn by turn, until each has had its last output."""
 
     def __init__(
-        self, model: LoadedModel, cache: PrefixCache, *, max_running: int, turn_tokens: int, deterministic: bool
+        self,
+        model: LoadedModel,
+        cache: PrefixCache,
+        *,
+        max_running: int,
+        turn_tokens: int,
+        deterministic: bool,
+        exact: bool,
     ) -> None:
         self.model, self.cache, self.deterministic = model, cache, deterministic
+        self._exact = exact or deterministic
+        self._answers = AnswersAgain(model.layout.grid_tokens) if exact else None
+        self._again: tuple[Again, Job] | None = None  # the answer that is computed again
         if cache.identity.ranks == 1:
             cache.worker.transfers.layerwise = True  # of several ranks none knows which layers have come on the others
         self.counts = EngineCounts()
@@ -107,6 +119,7 @@ class Turns:
         if self._last:
             return False
         before = self.counts.computed_tokens + self.counts.output_tokens
+        self._compute_again()
         self.scheduler.admit()
         answers = self._decodable()
         self._compute(answers, self._group([job for job in answers if self.together.answers and not job.alone]))
@@ -120,7 +133,7 @@ class Turns:
         shapes = [(job.computed, self._chunk_end(job) - job.computed) for job in tails]
         began_s = time.monotonic()
         self._compute(pieces, [[tails[at] for at in group] for group in self.together.groups(shapes)])
-        if pieces:
+        if pieces and self._again is None:
             self.counts.prefill_compute_s += time.monotonic() - began_s
         if computed := self.counts.computed_tokens + self.counts.output_tokens - before:
             self.counts.turn_tokens.observe(computed)
@@ -137,11 +150,51 @@ class Turns:
             log.exception("request %d", job.request.number)
             self._end(job, Finish.ERROR, f"{type(e).__name__}: {e}")
 
+    # --- answers again
+
+    def _compute_again(self) -> None:
+        """Have an answer computed again if there is nothing else to do, and else none."""
+        jobs = len(self.scheduler.waiting) + len(self.scheduler.loading) + len(self.scheduler.running)
+        if self._again is not None:
+            if jobs > 1:
+                self._end_again(back=True)
+        elif self._answers and not jobs:
+            again = self._answers.take()
+            request = Request(again.ids, Sampling(1), again.salt, again.priority, number=0)
+            prompt = self.cache.scheduler.prompt(request.prompt, request.salt)
+            lease = self.cache.open(prompt, priority=request.priority, again=True)
+            job = Job(request, prompt, lease, self.model)
+            job.queued_s = 0.0  # no request has begun
+            self._again = again, job
+            self.scheduler.join(job)
+
+    def _is_again(self, job: Job) -> bool:
+        return self._again is not None and self._again[1] is job
+
+    def _end_again(self, back: bool = False) -> None:
+        """It has been computed, or has to go `back` and wait; the chunks that were computed stay."""
+        assert self._again is not None and self._answers is not None
+        (again, job), self._again = self._again, None
+        self.scheduler.leave(job)
+        job.workspace = None
+        self.cache.close(job.lease)
+        if back:
+            self._answers.put_back(again)
+
+    def _forget_answers(self) -> None:
+        """Memory is flushed: nothing is to come back to it by itself."""
+        if self._answers is not None:
+            self._answers.clear()
+            if self._again is not None:
+                self._end_again()
+
     # --- starting and stopping requests
 
     def _enqueue(self, request: Request, prompt: Prompt) -> None:
         if self._ended:
             return  # `_notify_all` tells it
+        if self._answers:
+            self._answers.comes(request.salt, request.prompt)
         first = None if request.sample_of is None else self._jobs.get(request.sample_of)
         lease = self.cache.open(
             prompt,
@@ -297,14 +350,17 @@ class Turns:
         if not prefilling:
             self._decoded(job)
             return
-        self.counts.computed_tokens += tokens
+        if self._is_again(job):
+            self.counts.recomputed_tokens += tokens
+        else:
+            self.counts.computed_tokens += tokens
         self.scheduler.running.remove(job)
         self.scheduler.running.append(job)
         self._keep(job)
 
     def _decoded(self, job: Job) -> None:
         state = job.state
-        if not self.deterministic and state.tokens % self.model.layout.chunk_tokens == 0:
+        if not self._exact and state.tokens % self.model.layout.chunk_tokens == 0:
             self.cache.scheduler.extend(job.lease, job.sequence(job.leased_tokens, state.tokens))
             job.leased_tokens = state.tokens
             self._keep(job)
@@ -321,6 +377,10 @@ class Turns:
         for job, row in zip(jobs, logits, strict=True):
             if job.request.watch is not None:
                 self._guarded(job, self._show, row)
+        if self._again is not None and self._again[1] in jobs:  # alone, and nothing comes after it
+            if self._again[1].computed == self._again[1].length:
+                self._end_again()
+            return
         rows = [row for row, job in enumerate(jobs) if job.workspace is not None and job.computed == job.length]
         if not rows:
             return
@@ -380,8 +440,14 @@ class Turns:
         flush: bool = True,
         matched: int | str | None = None,
     ) -> None:
+        if self._is_again(job):
+            self._end_again()
         if self._jobs.get(job.request.number) is not job:
             return
+        if self._answers is not None and finish is not Finish.ERROR:
+            length = len(job.request.prompt) + len(job.output_ids)
+            request = job.request
+            self._answers.ended(request.salt, request.priority, job.sequence(0, length), len(request.prompt))
         if flush:
             try:
                 job.text += job.detokenizer.flush()

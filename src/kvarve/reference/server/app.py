@@ -325,6 +325,7 @@ class _Front:
             ends={finish.value: count for finish, count in counts.ends.items()},
             prompt_tokens=counts.prompt_tokens,
             computed_tokens=counts.computed_tokens,
+            recomputed_tokens=counts.recomputed_tokens,
             output_tokens=counts.output_tokens,
             preempted=counts.preempted,
             reasons=dict(counts.reasons),

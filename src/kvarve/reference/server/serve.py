@@ -211,9 +211,8 @@ class Server:
 
     def _answers(self) -> str:
         settings, engine = self.settings, self.engine
-        how = "in batches and kept" if engine.together.answers else "one by one and kept"
-        if settings.deterministic:
-            how = "one by one and not kept, so that each depends on its prompt alone"
+        how = "in batches" if engine.together.answers else "one by one"
+        how += " and kept" if settings.hits == "rounded" else "; kept as they are computed again by prefill, when idle"
         room = engine.cache.scheduler.capacity_tokens()
         own = engine.model.layout.bytes_in_use
         beside = f", and {format_size(own)} beside it for each" if own else ""
@@ -271,7 +270,7 @@ def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
         rounded=settings.hits == "rounded",
     )
     model = with_chat_template(with_context(model, settings.context_length), settings.chat_template)
-    return model if settings.deterministic else keeping_answers(model)
+    return keeping_answers(model) if settings.hits == "rounded" else model
 
 
 def _engine(settings: Settings, model: LoadedModel, ranks: Ranks | None) -> Engine:
@@ -285,6 +284,7 @@ def _engine(settings: Settings, model: LoadedModel, ranks: Ranks | None) -> Engi
         max_waiting=settings.max_waiting,
         turn_tokens=settings.turn_tokens,
         deterministic=settings.deterministic,
+        exact=settings.hits == "exact",
     )
 
 
