@@ -49,7 +49,7 @@ def together(prover: Prover) -> None:
 def answers(prover: Prover) -> None:
     """Conversations at once that resume from decoded pages: how much their logits differ from prefill."""
     found, said = Rounding("kept of answers"), list[Answer]()
-    says = "the engine by default: the next turn resumes from pages that the last answer decoded"
+    says = "decoded pages kept, as with --hits rounded: the next turn resumes from them"
     model = keeping_answers(prover.model)
     with prover.proof("answers", says, stored=False, model=model, deterministic=False) as (_, engine, _):
         found.tokens = _second_turns(prover, engine, said)
