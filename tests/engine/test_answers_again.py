@@ -90,6 +90,7 @@ def test_a_request_goes_before_an_answer_that_is_computed_again_and_loses_none_o
     assert engine.counts.recomputed_tokens == 2 * CHUNK, "each chunk once"
 
 
+@pytest.mark.long
 def test_a_shutdown_meanwhile_leaves_no_lease(make: Make) -> None:
     engine = make(exact=True, start=False, turn_tokens=CHUNK)
     by_hand(engine, a_request(a_prompt(CHUNK - 4), CHUNK + 8))
