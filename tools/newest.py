@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     install = [*UV, "pip", "install", "--quiet", "--python", str(PYTHON)]
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(PYTHON.parent.parent)], check=True)
     subprocess.run([*install, f"torch=={torch}"], check=True)
-    subprocess.run([*install, "--upgrade", f"torch=={torch}", *needed], check=True)
+    subprocess.run([*install, "--upgrade", f"torch=={torch}", "pip", *needed], check=True)
     subprocess.run([*install, "--no-deps", "-e", str(ROOT)], check=True)
     before, now = locked(), installed()
     for name, each in sorted(needed.items()):
