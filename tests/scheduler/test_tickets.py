@@ -84,9 +84,9 @@ def test_pages_that_never_come_are_asked_for_and_then_computed(
         ({"layout": "kvarve-page/1"}, "layout 'kvarve-page/1', this server's 'kvarve-page/2'"),
         ({"model": "ab" * 32}, "another model"),
         ({"root": "ab" * 32}, "another salt"),
-        ({"key": "ab" * 32}, "another prompt"),
-        ({"boundary": 6}, "another prompt"),
-        ({"boundary": 1 << 40}, "another prompt"),
+        ({"key": "ab" * 32}, "another beginning"),
+        ({"boundary": 6}, "another beginning"),
+        ({"boundary": 1 << 40}, "another beginning"),
     ],
 )
 def test_a_ticket_of_something_else_is_refused_and_nothing_has_changed(

@@ -444,7 +444,7 @@ class Turns:
             self._end_again()
         if self._jobs.get(job.request.number) is not job:
             return
-        if self._answers is not None and finish is not Finish.ERROR:
+        if self._answers is not None and finish in (Finish.STOP, Finish.LENGTH):
             length = len(job.request.prompt) + len(job.output_ids)
             request = job.request
             self._answers.ended(request.salt, request.priority, job.sequence(0, length), len(request.prompt))
