@@ -19,7 +19,6 @@ import kvarve.pages.keys
 import kvarve.reference.verify.damage
 import kvarve.reference.verify.prover
 import kvarve.reference.verify.watched
-from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cli.main import main
 from kvarve.core.core import Core
 from kvarve.core.lease import Lease, Phase
@@ -28,6 +27,7 @@ from kvarve.core.requests.paths import Paths
 from kvarve.pages import boundaries
 from kvarve.pages.keys import root_key
 from kvarve.pages.pools import BufferSpec, PoolSpec
+from kvarve.reference.engine.answers_again import AnswersAgain
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.workspace import Workspace
 from kvarve.reference.verify.damage import damages
@@ -217,14 +217,14 @@ def answers_are_kept_in_every_mode(patch: pytest.MonkeyPatch) -> None:
     computed = Engine._decoded
 
     def keeping(self: Engine, job: Any) -> None:
-        self.deterministic = False
+        self._exact = False
         computed(self, job)
 
     patch.setattr(Engine, "_decoded", keeping)
 
 
-def answers_are_not_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CacheScheduler, "extend", lambda *_: None)
+def answers_are_not_computed_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AnswersAgain, "ended", lambda *_: None)
 
 
 EVERY_TIER = {"device", "host", "storage", "restart"}
@@ -247,7 +247,8 @@ EVERY_TIER = {"device", "host", "storage", "restart"}
                 (answers_change_each_others_rounding, "lfm2", together, {"together"}),
                 (answers_are_kept_in_every_mode, "lfm2", together, {"together"}),
                 (pages_are_known_in_every_chunk, "gpt_oss", together, {"together"}),
-                (answers_are_not_kept, "lfm2", answers, {"answers"}),
+                (answers_are_not_computed_again, "lfm2", answers, {"answers"}),
+                (answers_are_kept_in_every_mode, "lfm2", answers, {"answers"}),
                 (nothing_is_checked, "lfm2", damages, {"a bit in host", "a bit in storage"}),
                 (a_bad_page_stays_in_storage, "lfm2", damages, {"a bit in storage"}),
                 (the_pages_are_not_read, "lfm2", damages, {"a page in device", "a page in host"}),

@@ -16,10 +16,6 @@ from kvarve.reference.engine.requests import Request, Sampling
 make = pytest.fixture(engines)
 
 
-def idle(engine: Engine) -> bool:
-    return engine._again is None and not engine._answers
-
-
 def watching(prompt: list[int], max_tokens: int, read: bool = True) -> tuple[Request, dict[int, Tensor]]:
     """A request, and the logits of each of its answer's tokens by their position."""
     seen: dict[int, Tensor] = {}
@@ -45,7 +41,7 @@ def test_conversations_in_batches_hit_their_answers_and_no_bit_of_a_logit_change
     talks = [a_prompt(dice.randrange(20, 150), seed) for seed in range(3)]
     for turn in range(2):
         answers = by_hand(engine, *(a_request(talk, dice.randrange(40, 90)) for talk in talks))
-        turns(engine, lambda: idle(engine))
+        turns(engine, engine.at_rest)
         for at, (_, ids, _) in enumerate(answers):
             whole = (len(talks[at]) + len(ids)) // CHUNK * CHUNK
             talks[at] = [*talks[at], *ids, *a_prompt(dice.randrange(5, 60), at + 10 * turn)]
@@ -60,16 +56,16 @@ def test_conversations_in_batches_hit_their_answers_and_no_bit_of_a_logit_change
 def test_an_answer_is_a_hit_once_it_was_computed_again(make: Make) -> None:
     engine, prompt = make(exact=True, start=False), a_prompt(CHUNK - 4)
     ((_, ids, _),) = by_hand(engine, a_request(prompt, 8))
-    turns(engine, lambda: idle(engine))
+    turns(engine, engine.at_rest)
     assert cached(engine, [*prompt, *ids, 7]) == CHUNK
 
 
 def test_a_flush_forgets_answers(make: Make) -> None:
     engine = make(exact=True, start=False)
     by_hand(engine, a_request(a_prompt(CHUNK - 4), 8))
-    assert not idle(engine)
+    assert not engine.at_rest()
     engine.flush_memory(MEMORY_TIERS)
-    assert idle(engine)
+    assert engine.at_rest()
 
 
 @pytest.mark.long
@@ -86,7 +82,7 @@ def test_a_request_goes_before_an_answer_that_is_computed_again_and_loses_none_o
     turns(engine, lambda: engine.counts.recomputed_tokens == CHUNK)  # the prompt's own chunk is a hit
     by_hand(engine, a_request(a_prompt(3 * CHUNK, 9), 2))
     assert engine.counts.recomputed_tokens == CHUNK and engine.load() == (0, 0)
-    turns(engine, lambda: idle(engine))
+    turns(engine, engine.at_rest)
     assert engine.counts.recomputed_tokens == 2 * CHUNK, "each chunk once"
 
 

@@ -168,6 +168,10 @@ class Turns:
             self._again = again, job
             self.scheduler.join(job)
 
+    def at_rest(self) -> bool:
+        """Whether no answer is to be computed again."""
+        return self._again is None and not self._answers
+
     def _is_again(self, job: Job) -> bool:
         return self._again is not None and self._again[1] is job
 

@@ -139,6 +139,7 @@ class Prover:
         host: int = 0,
         model: LoadedModel | None = None,
         deterministic: bool = True,
+        exact: bool = False,
         **settings: object,
     ) -> Iterator[WatchedEngine]:
         """An engine over a cache of its own, empty, with or without a storage; sizes in tokens."""
@@ -149,7 +150,7 @@ class Prover:
         config = self.config(device, host, **settings)
         cache = PrefixCache(model.identity, config, device=where, storage=store, **among)
         # With one chunk a turn, prefill and decoding overlap for as long as possible.
-        turns = {"turn_tokens": self.plan.chunk, "deterministic": deterministic}
+        turns = {"turn_tokens": self.plan.chunk, "deterministic": deterministic, "exact": exact}
         try:
             with watched(model, cache, self._ranks, **turns) as engine:
                 yield engine

@@ -1,4 +1,4 @@
-"""Many requests at once in the engine: bit for bit with `--deterministic`, and without it a difference to report."""
+"""Many requests at once in the engine: bit for bit, and with rounded hits a difference to report."""
 
 from collections.abc import Sequence
 
@@ -47,13 +47,14 @@ def together(prover: Prover) -> None:
 
 
 def answers(prover: Prover) -> None:
-    """Conversations at once that resume from decoded pages: how much their logits differ from prefill."""
-    found, said = Rounding("kept of answers"), list[Answer]()
-    says = "decoded pages kept, as with --hits rounded: the next turn resumes from them"
-    model = keeping_answers(prover.model)
-    with prover.proof("answers", says, stored=False, model=model, deterministic=False) as (_, engine, _):
-        found.tokens = _second_turns(prover, engine, said)
-        _measure(prover, said, found)
+    """Conversations at once, whose answers are computed again by prefill: the next turns resume behind them."""
+    says = "the engine by default: the next turn hits the last answer, which was computed again by prefill"
+    with prover.proof("answers", says, stored=False, deterministic=False, exact=True) as (_, engine, _):
+        for turn in _next_turns(prover, engine, prover.plan.decode):
+            engine.rest()
+            (second,) = engine.answers([turn])  # alone: in a batch it would round by that
+            engine.rest()
+            prover.check(second, prover.plan.whole, None, "the next turn")
 
 
 def _measure(prover: Prover, answers: Sequence[Answer], found: Rounding) -> None:
@@ -63,9 +64,9 @@ def _measure(prover: Prover, answers: Sequence[Answer], found: Rounding) -> None
     prover.report.rounding = found
 
 
-def _second_turns(prover: Prover, engine: WatchedEngine, answers: list[Answer]) -> int:
-    """Conversations at once, whose first answers cross the line of a chunk and whose second turns resume there: these
-    are added to `answers`. How many tokens of the first answers they resumed from."""
+def _next_turns(prover: Prover, engine: WatchedEngine, most: int) -> list[Question]:
+    """Conversations at once, whose first answers cross the line of a chunk: the questions that follow, for answers of
+    `most` tokens."""
     plan, salt = prover.plan, prover.salt
     # Each answer computes the last tokens of a page, a few less than the one before it.
     decoded = max(1, min(plan.page, plan.whole, MOST_KEPT) - 1)
@@ -75,16 +76,20 @@ def _second_turns(prover: Prover, engine: WatchedEngine, answers: list[Answer]) 
     for number, said in enumerate(first):
         prover.count(said)
         tail = plan.prompt(plan.longest - plan.whole - 1, 610 + number)
-        turns.append(Question([*said.prompt, *said.found.tokens, *tail], 1, salt))
-    for second in engine.answers(turns):
+        turns.append(Question([*said.prompt, *said.found.tokens, *tail], most, salt))
+    return turns
+
+
+def _second_turns(prover: Prover, engine: WatchedEngine, answers: list[Answer]) -> None:
+    """The second turns of conversations resume from pages that were decoded: these are added to `answers`."""
+    for second in engine.answers(_next_turns(prover, engine, 1)):
         prover.count(second)
-        if second.usage.cached != plan.whole:
+        if second.usage.cached != prover.plan.whole:
             prover.row.troubles.append(
-                f"the second turn resumed after {second.usage.cached} tokens instead of {plan.whole}: the pages that "
-                f"the first answer decoded were not found"
+                f"the second turn resumed after {second.usage.cached} tokens instead of {prover.plan.whole}: the pages "
+                f"that the first answer decoded were not found"
             )
         answers.append(second)
-    return sum(plan.whole - len(prompt) for prompt in prompts)
 
 
 def rounded(prover: Prover) -> None:

@@ -252,6 +252,14 @@ class WatchedEngine(Engine):
             if self._of_first(lambda: time.monotonic() > end):
                 raise Stuck(f"backups were not written within {SETTLE_S:.0f} s")
 
+    def rest(self) -> None:
+        """Wait until no answer is to be computed again; each rank by itself, as ranks that compute cannot meet."""
+        self._begin_to_serve()
+        end = time.monotonic() + SETTLE_S
+        while not self.ask(self.at_rest, ASK_S):
+            if time.monotonic() > end:
+                raise Stuck(f"answers were not computed again within {SETTLE_S:.0f} s")
+
     def empty(self, tiers: Sequence[Tier] = MEMORY_TIERS) -> None:
         """Empty memory tiers after the backups; Stuck if pages are left."""
         self.written()
