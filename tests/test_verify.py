@@ -292,6 +292,7 @@ def test_what_cannot_be_is_one_clear_line(
     words: str, complaint: str, checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = ("--model", checkpoint("lfm2"), "--page-tokens", PAGE, "--chunk-tokens", CHUNK)
+    capsys.readouterr()  # a bar of saving it
     assert main([*map(str, ("verify", *shape)), *words.split()]) == 2
     _, error = capsys.readouterr()
     assert complaint in error
