@@ -9,9 +9,9 @@ from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.core.slots.extents import Cut
 from kvarve.memory.device_memory import driver_of
 from kvarve.reference.engine.engine import Engine
-from kvarve.reference.engine.model import keeping_answers, load_model
+from kvarve.reference.engine.model import load_model
 from kvarve.reference.engine.requests import Request, Sampling
-from kvarve.reference.server.serve_settings import Settings
+from kvarve.reference.server.serve_settings import PAGE_TOKENS, Settings
 from pretend_gpu import PretendDriver
 
 PROMPTS, TOKENS = 120, 1030
@@ -29,12 +29,10 @@ def test_120_prompts_asked_twice_of_a_server_with_default_flags_are_95_percent_c
     if where == "cuda" and driver_of(where) is None:
         pytest.skip("no GPU")
     settings = Settings()
-    model = keeping_answers(
-        load_model(settings.model, device=where, page_tokens=settings.page_tokens, chunk_tokens=settings.chunk_tokens)
-    )
+    model = load_model(settings.model, device=where, page_tokens=PAGE_TOKENS, chunk_tokens=settings.chunk_tokens)
     cache = PrefixCache(model.identity, settings.cache, device=where)
     assert all(isinstance(each, Cut) for each in cache.worker.slots.values())
-    engine = Engine(model, cache).start()
+    engine = Engine(model, cache, exact=True).start()
     dice, cached = random.Random(7), [0, 0]
     prompts = [[dice.randrange(1900) for _ in range(TOKENS)] for _ in range(PROMPTS)]
     try:
