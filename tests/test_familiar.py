@@ -144,6 +144,25 @@ def test_a_command_is_printed_as_ours(text: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("vllm serve /m \\\n  --tp 2 \\\n--block-size 32  # small", "kvarve serve --model /m --tp 2 --page-tokens 32"),
+        ("A='b c' vllm serve /m --api-key ab#cd | tee log", "A='b c' kvarve serve --model /m --api-key ..."),
+        ("vllm serve /m --api-key=hush > log", "kvarve serve --model /m --api-key=..."),
+        ("vllm serve /m --storage=redis://u:hush@h:1", "kvarve serve --model /m '--storage=redis://***@h:1'"),
+    ],
+)
+def test_a_command_is_read_as_a_shell_reads_it_and_no_secret_is_printed(
+    text: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "from-vllm", text]) == 0
+    assert capsys.readouterr().out.strip() == told
+    assert main(["config", "from-vllm", "vllm serve /m --hf-token hush"]) == 2, "also if no other flag is known"
+    assert main(["serve", "--storage=redis://u:hush@h:1", "--tp-size", "2", "--enable-lora"]) == 2
+    assert "hush" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("theirs", "told"),
     [
         ("--mem-fraction-static 8", "--mem-fraction-static must be above 0 and at most 1, got '8'"),

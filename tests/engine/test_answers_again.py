@@ -114,4 +114,5 @@ def test_only_answers_with_a_chunk_of_their_own_wait_and_none_that_a_later_promp
     assert waiting.take().ids == [1, 2, 3, 4, 5, 6, 7, 8], "that has the first in it"
     for number in range(MOST + 1):
         waiting.ended("", 0, [number, 2, 3, 4], prompt=3)
-    assert len(waiting) == MOST and waiting.take().ids[0] == 1, "the oldest went"
+    assert len(waiting) == MOST and waiting.take().ids[0] == MOST, "the last comes first"
+    assert [waiting.take().ids[0] for _ in range(MOST - 1)][-1] == 1, "and the oldest went"

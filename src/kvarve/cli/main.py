@@ -119,13 +119,15 @@ class _Measures:
         return measures.gpu_bytes(words)
 
 
-def _translated(words: Sequence[str]) -> list[str]:
-    """The words of `kvarve serve` or `config show`, of which some may be another engine's."""
+def _translated(words: Sequence[str], foreign: bool = False) -> list[str]:
+    """The words of `kvarve serve` or `config show`, of which some may be another engine's; or (`foreign`) all are."""
     arguments = app["config"]["show"].assemble_argument_collection()
     known = {name for each in arguments for name in each.names} | {"--help", "--version"}
-    return translated(
-        words, known, Settings.device_memory, _Measures(), lambda note: print(f"kvarve: {note}", file=sys.stderr), shown
-    )
+
+    def note(text: str) -> None:
+        print(f"kvarve: {text}", file=sys.stderr)
+
+    return translated(words, known, Settings.device_memory, _Measures(), note, shown, foreign)
 
 
 @app.command(help_epilogue=_SERVE, help_formatter=Help(GROUPS, "kvarve config show --help"))
@@ -265,7 +267,7 @@ config.command(
 
 def _from(command: Annotated[str, Parameter(name="COMMAND", help="Command in quotes, with its variables")], /) -> None:
     variables, flags = command_of(command)
-    print(" ".join([*variables, in_words(_translated(flags), shown)]))
+    print(" ".join([*variables, in_words(_translated(flags, foreign=True), shown)]))
 
 
 for _engine, _theirs in (("sglang", "python -m sglang.launch_server"), ("vllm", "vllm serve")):

@@ -17,7 +17,9 @@ from kvarve.settings.values import closest
 THEIR_RATIO = "2"  # of host memory to device memory, where SGLang is given neither
 TOGETHER = (BACKEND, EXTRA, RATIO, HOST, TOKENS, *FRACTIONS)
 LAUNCHERS = ("sglang.launch_server", "vllm.entrypoints.openai.api_server", "serve")
+SECRET = "--api-key", "--admin-key"
 LEFT_OUT = ("SGLANG_", "VLLM_")  # variables of theirs
+_SHELL = re.compile("#|[|;&]+$|[0-9&]?>")  # a comment, or another command behind this one
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*=")
 
 
@@ -35,9 +37,10 @@ def command_of(text: str) -> tuple[list[str], list[str]]:
     """The variables that are not theirs, and the flags, of a command as people write it: "A=b vllm serve MODEL --x 2".
     ConfigError if its quotes do not match."""
     try:
-        words = shlex.split(text, comments=True)
+        words = shlex.split(re.sub(r"\\\r?\n", "", text))  # lines that go on
     except ValueError as e:
         raise ConfigError(f"the command must be one that a shell reads: {e}") from None
+    words = words[: next((at for at, word in enumerate(words) if _SHELL.match(word)), len(words))]
     begun = next((at + 1 for at, word in enumerate(words) if word in LAUNCHERS), 0)
     before, flags = words[:begun], words[begun:]
     if not begun:  # flags alone, or behind variables
@@ -45,7 +48,8 @@ def command_of(text: str) -> tuple[list[str], list[str]]:
         before, flags = words[:begun], words[begun:]
     if flags and not flags[0].startswith("-"):  # vllm serve MODEL
         flags[:1] = ["--model", flags[0]]
-    return [word for word in before if _VARIABLE.match(word) and not word.startswith(LEFT_OUT)], flags
+    given = [word.partition("=") for word in before if _VARIABLE.match(word) and not word.startswith(LEFT_OUT)]
+    return [f"{name}={shlex.quote(value)}" for name, _, value in given], flags
 
 
 def translated(
@@ -55,6 +59,7 @@ def translated(
     measures: Measures,
     note: Callable[[str], None],
     shown: Callable[[str], str],
+    foreign: bool = False,
 ) -> list[str]:
     """The words of a command line of `serve` with our flags for theirs; `note` gets a line for each without meaning.
 
@@ -63,7 +68,7 @@ def translated(
     theirs, other code finds what is unknown.
     """
     left, ours, wrong = [*words], list[str](), list[str]()
-    foreign = any(word.partition("=")[0] in FLAGS for word in left)
+    foreign = foreign or any(word.partition("=")[0] in FLAGS for word in left)
     theirs: dict[str, str] = {}  # of those that mean something together
     while left:
         word = left.pop(0)
@@ -93,7 +98,7 @@ def translated(
         elif flag.allows(value):
             note(f"{name} changes nothing here: {flag.why}")
         else:
-            asked = "" if flag.switch else f" {value[:40]}"
+            asked = "" if flag.switch or value.startswith("{") else f" {value[:40]}"  # JSON may have a password
             wrong.append(f"{name}{asked} is not supported: {flag.why}")
     for part in (_storage, partial(_device, measures, note), partial(_host, device_memory)):
         try:
@@ -110,8 +115,13 @@ def in_words(ours: Sequence[str], shown: Callable[[str], str]) -> str:
     """A command of `kvarve serve` for people: no key and no password is in it."""
     told = ["kvarve", "serve"]
     for before, word in zip(("", *ours), ours, strict=False):
-        hidden = before in ("--api-key", "--admin-key")
-        told.append("..." if hidden else shown(word) if before == "--storage" else word)
+        name, given, value = word.partition("=")
+        if before in SECRET or name in SECRET:
+            told.append(f"{name}=..." if given and name in SECRET else word if name in SECRET else "...")
+        elif "://" in word:
+            told.append(f"{name}={shown(value)}" if word.startswith("--") else shown(word))
+        else:
+            told.append(word)
     return shlex.join(told)
 
 
@@ -133,14 +143,16 @@ def _storage(theirs: dict[str, str], ours: list[str]) -> list[str]:
 
 
 def _host(device_memory: int, theirs: dict[str, str], ours: list[str]) -> list[str]:
-    """Host memory: of SGLang's, too, a size goes before a ratio."""
+    """Host memory: of SGLang's, too, a size goes before a ratio, and ours before both."""
+    if value_of(ours, "--host-memory") is not None:
+        return []
     if theirs.get(HOST):
         return ["--host-memory", FLAGS[HOST].value(theirs[HOST])]
-    if not {HOST, RATIO} & {*theirs} or "--host-memory" in ours:
+    if not {HOST, RATIO} & {*theirs}:
         return []
     given = theirs.get(RATIO, THEIR_RATIO)
     try:
-        ratio = Fraction(given)
+        ratio = Fraction(given[:20])
     except (ValueError, ZeroDivisionError):
         raise ConfigError(f"{RATIO} must be a number, got {given[:40]!r}") from None
     if not 0 <= ratio <= 1 << 20:
@@ -154,7 +166,7 @@ def _device(measures: Measures, note: Callable[[str], None], theirs: dict[str, s
     for name in asked:
         text = theirs[name]
         whole = name == TOKENS
-        if not (text.isdecimal() and int(text) if whole else _share(text)):
+        if not (text.isdecimal() and len(text) < 20 and int(text) if whole else _share(text)):
             form = "a number of tokens" if whole else "above 0 and at most 1"
             raise ConfigError(f"{name} must be {form}, got {text[:40]!r}")
         try:
@@ -168,12 +180,12 @@ def _device(measures: Measures, note: Callable[[str], None], theirs: dict[str, s
             note(f"{name} is left out, as the model is not known here: {e}")
     if found and min(found) <= 0:
         raise ConfigError(f"{', '.join(asked)} leave no memory for pages: the weights need more")
-    return ["--device-memory", f"{min(found)}B"] if found and "--device-memory" not in ours else []
+    return ["--device-memory", f"{min(found)}B"] if found and value_of(ours, "--device-memory") is None else []
 
 
 def _share(text: str) -> bool:
     try:
-        return 0 < Fraction(text) <= 1
+        return len(text) < 20 and 0 < Fraction(text) <= 1
     except (ValueError, ZeroDivisionError):
         return False
 

@@ -1,7 +1,7 @@
 """Which answers are to be computed again by prefill, so that the next turn of a conversation finds them.
 
 Decoding in batches rounds unlike prefill, so exact hits need pages of answers from prefill. They are computed in turns
-that have nothing else to do, or with the next prompt that has them, whichever is first.
+that have nothing else to do, while the prompt is in memory, or with the next prompt that has them.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ class Again(NamedTuple):
     salt: str
     priority: int
     tokens: bytes  # int64
+    prompt: int  # tokens of the prompt's own whole chunks
 
     @property
     def ids(self) -> list[int]:
@@ -34,9 +35,9 @@ class AnswersAgain:
 
     def ended(self, salt: str, priority: int, tokens: Sequence[int], prompt: int) -> None:
         """An answer has ended; `prompt`: how many of the tokens are its prompt's."""
-        end = len(tokens) // self._grid * self._grid
-        if end > prompt // self._grid * self._grid:
-            again = Again(salt, priority, np.asarray(tokens[:end], np.int64).tobytes())
+        end, known = (count // self._grid * self._grid for count in (len(tokens), prompt))
+        if end > known:
+            again = Again(salt, priority, np.asarray(tokens[:end], np.int64).tobytes(), known)
             self.comes(salt, tokens)
             self._waiting = [*self._waiting, again][-MOST:]
 
@@ -47,10 +48,11 @@ class AnswersAgain:
             self._waiting = [each for each in self._waiting if each.salt != salt or not data.startswith(each.tokens)]
 
     def take(self) -> Again:
-        return self._waiting.pop(0)
+        """The last, whose prompt is likeliest to be in memory still."""
+        return self._waiting.pop()
 
     def put_back(self, again: Again) -> None:
-        self._waiting.insert(0, again)
+        self._waiting.append(again)
 
     def clear(self) -> None:
         self._waiting.clear()

@@ -236,6 +236,8 @@ class Engine(Turns):
         counts = dict.fromkeys(("storage_queue", "storage", "fetched"), 0)
         for job in [*self.scheduler.waiting]:
             lease = job.lease
+            if self._is_again(job):
+                continue
             if lease.phase in FROM_STORAGE:
                 counts["storage" if lease.begun else "storage_queue"] += 1
             elif any(lease.fetched):

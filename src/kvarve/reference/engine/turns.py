@@ -132,8 +132,9 @@ class Turns:
         tails = [job for job in pieces if self._is_tail(job)]
         shapes = [(job.computed, self._chunk_end(job) - job.computed) for job in tails]
         began_s = time.monotonic()
+        again = self._again is not None
         self._compute(pieces, [[tails[at] for at in group] for group in self.together.groups(shapes)])
-        if pieces and self._again is None:
+        if pieces and not again:
             self.counts.prefill_compute_s += time.monotonic() - began_s
         if computed := self.counts.computed_tokens + self.counts.output_tokens - before:
             self.counts.turn_tokens.observe(computed)
@@ -158,8 +159,7 @@ class Turns:
         if self._again is not None:
             if jobs > 1:
                 self._end_again(back=True)
-        elif self._answers and not jobs:
-            again = self._answers.take()
+        elif not jobs and (again := self._next_again()) is not None:
             request = Request(again.ids, Sampling(1), again.salt, again.priority, number=0)
             prompt = self.cache.scheduler.prompt(request.prompt, request.salt)
             lease = self.cache.open(prompt, priority=request.priority, again=True)
@@ -167,6 +167,16 @@ class Turns:
             job.queued_s = 0.0  # no request has begun
             self._again = again, job
             self.scheduler.join(job)
+
+    def _next_again(self) -> Again | None:
+        """The last answer whose prompt is still in memory, and which is not: of others little would be a hit."""
+        while self._answers:
+            again = self._answers.take()
+            known = self.cache.scheduler.prompt([*again.ids, 0], again.salt)
+            found = self.cache.lookup(known).memory * self.model.layout.page_tokens
+            if again.prompt <= found < len(again.ids):
+                return again
+        return None
 
     def at_rest(self) -> bool:
         """Whether no answer is to be computed again."""
