@@ -56,15 +56,14 @@ def test_every_family_is_proved_and_all_that_it_keeps_matters(
     assert [*rows] == DRIVEN
     for name, row in rows.items():
         assert row["requests"] > 0, name
-        assert (row["compared"] > 0) is (name != "answers"), name
+        assert row["compared"] > 0, name
         assert bool(row["notes"]) is (name == "transformers" and family in LOSES_COUNT), name
     for tier in ("device", "host", "storage"):
         found = rows[tier]["resumed"]
         assert found[tier] > 0
         # Of a hit, pages that a resume does not read come from no tier and count as the device's.
         assert family in STATES_ALONE or found[tier] == sum(found.values())
-    assert report["rounding"]["tokens"] > 30
-    assert 0 <= report["rounding"]["share"] < 0.5
+    assert report["rounding"] is None and rows["answers"]["resumed"]["device"] > 30, "answers are exact hits as well"
 
     assert report["uncovered"] == []
     pools = {pool["name"] for pool in report["about"]["pools"]}
