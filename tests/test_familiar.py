@@ -168,7 +168,10 @@ def test_a_command_is_read_as_a_shell_reads_it_and_no_secret_is_printed(
         ("--mem-fraction-static 8", "--mem-fraction-static must be above 0 and at most 1, got '8'"),
         ("--mem-fraction-static 0.01", "--mem-fraction-static leave no memory for pages"),
         ("--max-total-tokens many", "--max-total-tokens must be a number of tokens, got 'many'"),
-        ("--schedule-policy fcfs", "--schedule-policy fcfs is not supported: those with most pages in memory go first"),
+        (
+            "--schedule-policy fcfs",
+            "--schedule-policy fcfs is not supported: the engine begins with the request",
+        ),
         ("--data-parallel-size=2", "--data-parallel-size 2 is not supported: start several servers behind a router"),
         ("--hicache-ratio", "--hicache-ratio needs a value"),
         (
@@ -177,6 +180,8 @@ def test_a_command_is_read_as_a_shell_reads_it_and_no_secret_is_printed(
         ),
         ("--hicache-ratio two", "--hicache-ratio must be a number, got 'two'"),
         ("--hicache-ratio 1/0", "--hicache-ratio must be a number, got '1/0'"),
+        ("--hicache-ratio 1e99999999", "--hicache-ratio must be a ratio of host memory"),
+        ("--mem-fraction-static 1e99999999", "--mem-fraction-static must be above 0 and at most 1"),
         ("--hicache-ratio -1", "--hicache-ratio must be a ratio of host memory"),
         ("--hicache-ratio 2 --config x.toml", "needs --device-memory beside it"),
         ("--hicache-storage-backend-extra-config {}", "needs --hicache-storage-backend"),

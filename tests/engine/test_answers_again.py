@@ -1,13 +1,15 @@
 """Exact hits on answers: they are computed again by prefill when idle, and decoded pages serve nobody else."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from engines import CHUNK, Make, a_model, a_prompt, a_request, by_hand, engines, turns
+from kvarve.cache.scheduler import Prompt
+from kvarve.pages.keys import pack
 from kvarve.pages.pools import MEMORY_TIERS
 from kvarve.reference.engine.answers_again import MOST, AnswersAgain
 from kvarve.reference.engine.engine import Engine
@@ -68,6 +70,14 @@ def test_a_flush_forgets_answers(make: Make) -> None:
     assert engine.at_rest()
 
 
+def test_an_answer_whose_prompt_has_left_memory_is_not_computed_again(make: Make) -> None:
+    engine = make(exact=True, start=False)
+    by_hand(engine, a_request(a_prompt(CHUNK + 60), 8))
+    engine.cache.scheduler.core.flush(MEMORY_TIERS)
+    turns(engine, engine.at_rest)
+    assert engine.counts.recomputed_tokens == 0
+
+
 @pytest.mark.long
 def test_without_time_to_compute_it_again_an_answer_is_no_hit(make: Make) -> None:
     engine, prompt = make(exact=True, start=False), a_prompt(CHUNK - 4)
@@ -96,23 +106,25 @@ def test_a_shutdown_meanwhile_leaves_no_lease(make: Make) -> None:
     assert not engine.cache.scheduler.core.leases
 
 
-@pytest.fixture
-def waiting() -> Iterator[AnswersAgain]:
-    yield AnswersAgain(4)
+def prepared(tokens: Sequence[int], salt: str = "") -> Prompt:
+    return Prompt(salt.encode(), pack(tokens), page_tokens=2)
 
 
-def test_only_answers_with_a_chunk_of_their_own_wait_and_none_that_a_later_prompt_has(waiting: AnswersAgain) -> None:
-    waiting.ended("", 0, [1, 2, 3, 4, 5], prompt=4)
+def test_only_answers_with_a_chunk_of_their_own_wait_and_none_that_a_later_prompt_has() -> None:
+    waiting = AnswersAgain(4, prepared)
+    waiting.ended([1, 2, 3, 4], [5], "", 0)
     assert not len(waiting), "the chunk is the prompt's"
-    waiting.ended("", 0, [1, 2, 3, 4], prompt=3)
-    waiting.ended("salt", 0, [1, 2, 3, 4], prompt=3)
+    waiting.ended([1, 2, 3], [4], "", 0)
+    waiting.ended([1, 2, 3], [4], "salt", 0)
     assert len(waiting) == 2
-    waiting.comes("", [1, 2, 3, 4, 9])
-    assert [each.salt for each in (waiting.take(),)] == ["salt"] and not len(waiting)
-    waiting.ended("", 0, [1, 2, 3, 4], prompt=3)
-    waiting.ended("", 0, [1, 2, 3, 4, 5, 6, 7, 8], prompt=5)
-    assert waiting.take().ids == [1, 2, 3, 4, 5, 6, 7, 8], "that has the first in it"
+    waiting.comes(prepared([1, 2, 3, 4, 9]))
+    assert waiting.take().salt == "salt" and not len(waiting)
+    waiting.ended([1, 2, 3], [4], "", 0)
+    waiting.ended([1, 2, 3, 4, 5], [6, 7, 8, 9], "", 0)
+    last = waiting.take()
+    assert (last.ids, last.known, last.tokens) == ([1, 2, 3, 4, 5, 6, 7, 8], 4, 8), "that has the first in it"
+    assert not len(waiting)
     for number in range(MOST + 1):
-        waiting.ended("", 0, [number, 2, 3, 4], prompt=3)
+        waiting.ended([number, 2, 3], [4], "", 0)
     assert len(waiting) == MOST and waiting.take().ids[0] == MOST, "the last comes first"
     assert [waiting.take().ids[0] for _ in range(MOST - 1)][-1] == 1, "and the oldest went"

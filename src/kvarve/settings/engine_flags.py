@@ -104,7 +104,8 @@ FLAGS: Mapping[str, Flag] = {
     "--max-num-seqs": _same("--max-running"),
     "--max-queued-requests": _same("--max-waiting"),
     "--schedule-policy": Flag(
-        "those with most pages in memory go first, and nobody is overtaken by more than 8 others", fine=("lpm",)
+        "the engine begins with the request that has most pages in memory, and at most 8 overtake one",
+        fine=("lpm",),
     ),
     # the model
     "--model-path": _same("--model"),

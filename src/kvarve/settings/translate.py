@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Sequence
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +26,7 @@ class Measures(Protocol):
     """What takes torch to know of `kvarve serve` with some words. KvarveError if it cannot be known."""
 
     def pages_bytes(self, words: Sequence[str], tokens: int, /) -> int:
-        """The bytes of so many tokens, and of the words' --states, on one rank."""
+        """How many bytes one rank needs for these tokens, and for the states of --states."""
 
     def gpu_bytes(self, words: Sequence[str], /) -> tuple[int, int] | None:
         """The memory of a rank's GPU, and its part of the weights; None without a GPU."""
@@ -116,8 +115,10 @@ def in_words(ours: Sequence[str], shown: Callable[[str], str]) -> str:
     told = ["kvarve", "serve"]
     for before, word in zip(("", *ours), ours, strict=False):
         name, given, value = word.partition("=")
-        if before in SECRET or name in SECRET:
-            told.append(f"{name}=..." if given and name in SECRET else word if name in SECRET else "...")
+        if before in SECRET:
+            told.append("...")
+        elif name in SECRET and given:
+            told.append(f"{name}=...")
         elif "://" in word:
             told.append(f"{name}={shown(value)}" if word.startswith("--") else shown(word))
         else:
@@ -152,8 +153,8 @@ def _host(device_memory: int, theirs: dict[str, str], ours: list[str]) -> list[s
         return []
     given = theirs.get(RATIO, THEIR_RATIO)
     try:
-        ratio = Fraction(given[:20])
-    except (ValueError, ZeroDivisionError):
+        ratio = float(given)
+    except ValueError:
         raise ConfigError(f"{RATIO} must be a number, got {given[:40]!r}") from None
     if not 0 <= ratio <= 1 << 20:
         raise ConfigError(f"{RATIO} must be a ratio of host memory to device memory, got {given[:40]!r}")
@@ -175,7 +176,7 @@ def _device(measures: Measures, note: Callable[[str], None], theirs: dict[str, s
             elif (gpu := measures.gpu_bytes(ours)) is None:
                 note(f"{name} changes nothing here: there is no GPU, so --device-memory says it")
             else:
-                found.append(int(Fraction(text) * gpu[0] - gpu[1]))
+                found.append(int(float(text) * gpu[0] - gpu[1]))
         except KvarveError as e:
             note(f"{name} is left out, as the model is not known here: {e}")
     if found and min(found) <= 0:
@@ -185,8 +186,8 @@ def _device(measures: Measures, note: Callable[[str], None], theirs: dict[str, s
 
 def _share(text: str) -> bool:
     try:
-        return len(text) < 20 and 0 < Fraction(text) <= 1
-    except (ValueError, ZeroDivisionError):
+        return 0 < float(text) <= 1
+    except ValueError:
         return False
 
 

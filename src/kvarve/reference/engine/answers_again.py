@@ -4,48 +4,63 @@ Decoding in batches rounds unlike prefill, so exact hits need pages of answers f
 that have nothing else to do, while the prompt is in memory, or with the next prompt that has them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
+from kvarve.cache.scheduler import Prompt
+from kvarve.pages.keys import TOKEN_BYTES, pack, unpack
 
-MOST = 256  # sequences that wait; the oldest is dropped first
+MOST = 64  # answers that wait; the oldest is dropped first
 
 
 class Again(NamedTuple):
     """The whole chunks of a prompt and its answer."""
 
+    prepared: Prompt
+    packed: bytes  # its token ids
     salt: str
     priority: int
-    tokens: bytes  # int64
-    prompt: int  # tokens of the prompt's own whole chunks
+    known: int  # tokens of the prompt's own whole chunks
 
     @property
     def ids(self) -> list[int]:
-        return [*map(int, np.frombuffer(self.tokens, np.int64))]
+        return unpack(self.packed)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+    @property
+    def continued(self) -> Prompt:
+        """With one token more, since no prompt is a hit up to its last token."""
+        return replace(self.prepared, tokens=self.prepared.tokens + bytes(TOKEN_BYTES))
 
 
 class AnswersAgain:
-    def __init__(self, grid_tokens: int) -> None:
-        self._grid = grid_tokens
+    def __init__(self, grid_tokens: int, prepare: Callable[[Sequence[int], str], Prompt]) -> None:
+        self._grid, self._prepare = grid_tokens, prepare
         self._waiting: list[Again] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ended(self, salt: str, priority: int, tokens: Sequence[int], prompt: int) -> None:
-        """An answer has ended; `prompt`: how many of the tokens are its prompt's."""
-        end, known = (count // self._grid * self._grid for count in (len(tokens), prompt))
+    def ended(self, prompt: Sequence[int], answer: Sequence[int], salt: str, priority: int) -> None:
+        """An answer to a prompt has ended."""
+        end, known = (count // self._grid * self._grid for count in (len(prompt) + len(answer), len(prompt)))
         if end > known:
-            again = Again(salt, priority, np.asarray(tokens[:end], np.int64).tobytes(), known)
-            self.comes(salt, tokens)
+            ids = [*prompt, *answer][:end]
+            again = Again(self._prepare(ids, salt), pack(ids), salt, priority, known)
+            self.comes(again.prepared)
             self._waiting = [*self._waiting, again][-MOST:]
 
-    def comes(self, salt: str, prompt: Sequence[int]) -> None:
+    def comes(self, prompt: Prompt) -> None:
         """A prompt is computed now, with all answers that it has."""
-        if any(each.salt == salt for each in self._waiting):
-            data = np.asarray(prompt, np.int64).tobytes()
-            self._waiting = [each for each in self._waiting if each.salt != salt or not data.startswith(each.tokens)]
+        self._waiting = [
+            each
+            for each in self._waiting
+            if each.prepared.root != prompt.root or not prompt.tokens.startswith(each.prepared.tokens)
+        ]
 
     def take(self) -> Again:
         """The last, whose prompt is likeliest to be in memory still."""

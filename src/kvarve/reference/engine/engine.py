@@ -242,7 +242,7 @@ class Engine(Turns):
                 counts["storage" if lease.begun else "storage_queue"] += 1
             elif any(lease.fetched):
                 counts["fetched"] += 1
-        counts["load"] = len(self.scheduler.loading)
+        counts["load"] = sum(not self._is_again(job) for job in [*self.scheduler.loading])
         return counts | {"admission": max(0, self.load()[1] - sum(counts.values()))}
 
     def ask(self, what: Callable[[], T], timeout_s: float, order: Input | None = None) -> T:

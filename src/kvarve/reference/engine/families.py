@@ -294,7 +294,7 @@ def survey(
 
 
 def page_of(config: Any, name: str, page_tokens: int = 64) -> int:
-    """So many tokens, or the next larger number of them that a page of this model can have."""
+    """The tokens of a page: `page_tokens`, or the least multiple of it that this model can have."""
     return math.lcm(page_tokens, page_multiple(plan_layers(config, name)))
 
 

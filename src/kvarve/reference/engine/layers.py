@@ -22,6 +22,7 @@ from kvarve.errors import ModelError
 from kvarve.reference.engine.model_errors import MISFITS, in_words
 from kvarve.reference.engine.wrappers import model_class
 
+# transformers calls the cache of a model `cache`; before 5.24 `past_key_values`, and `cache_params` in state spaces.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 CACHE_PARAMS = "cache_params"
 

@@ -58,7 +58,7 @@ class Turns:
     ) -> None:
         self.model, self.cache, self.deterministic = model, cache, deterministic
         self._exact = exact or deterministic
-        self._answers = AnswersAgain(model.layout.grid_tokens) if exact else None
+        self._answers = AnswersAgain(model.layout.grid_tokens, cache.scheduler.prompt) if exact else None
         self._again: tuple[Again, Job] | None = None  # the answer that is computed again
         if cache.identity.ranks == 1:
             cache.worker.transfers.layerwise = True  # of several ranks none knows which layers have come on the others
@@ -160,10 +160,14 @@ class Turns:
             if jobs > 1:
                 self._end_again(back=True)
         elif not jobs and (again := self._next_again()) is not None:
-            request = Request(again.ids, Sampling(1), again.salt, again.priority, number=0)
-            prompt = self.cache.scheduler.prompt(request.prompt, request.salt)
-            lease = self.cache.open(prompt, priority=request.priority, again=True)
-            job = Job(request, prompt, lease, self.model)
+            lease = self.cache.open(again.prepared, priority=again.priority, again=True)
+            try:
+                request = Request(again.ids, Sampling(1), again.salt, again.priority, number=0)
+                job = Job(request, again.prepared, lease, self.model)
+            except Exception:  # no request's error (memory, say): it is left
+                log.exception("an answer is not computed again")
+                self.cache.close(lease)
+                return
             job.queued_s = 0.0  # no request has begun
             self._again = again, job
             self.scheduler.join(job)
@@ -172,9 +176,8 @@ class Turns:
         """The last answer whose prompt is still in memory, and which is not: of others little would be a hit."""
         while self._answers:
             again = self._answers.take()
-            known = self.cache.scheduler.prompt([*again.ids, 0], again.salt)
-            found = self.cache.lookup(known).memory * self.model.layout.page_tokens
-            if again.prompt <= found < len(again.ids):
+            found = self.cache.lookup(again.continued).memory * self.model.layout.page_tokens
+            if again.known <= found < again.tokens:
                 return again
         return None
 
@@ -208,7 +211,7 @@ class Turns:
         if self._ended:
             return  # `_notify_all` tells it
         if self._answers:
-            self._answers.comes(request.salt, request.prompt)
+            self._answers.comes(prompt)
         first = None if request.sample_of is None else self._jobs.get(request.sample_of)
         lease = self.cache.open(
             prompt,
@@ -459,9 +462,8 @@ class Turns:
         if self._jobs.get(job.request.number) is not job:
             return
         if self._answers is not None and finish in (Finish.STOP, Finish.LENGTH):
-            length = len(job.request.prompt) + len(job.output_ids)
             request = job.request
-            self._answers.ended(request.salt, request.priority, job.sequence(0, length), len(request.prompt))
+            self._answers.ended(request.prompt, job.output_ids, request.salt, request.priority)
         if flush:
             try:
                 job.text += job.detokenizer.flush()

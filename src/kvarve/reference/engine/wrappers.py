@@ -64,9 +64,6 @@ def without_towers(wrapper: Any) -> Any:
     return _like(wrapper, __init__=__init__)
 
 
-# transformers calls the cache of a model `cache`; before 5.24 `past_key_values`, and `cache_params` in state spaces.
-
-
 def require_causal(model: Any) -> None:
     """ModelError if a token attends to tokens ahead: pages of a prompt would serve no longer prompt.
 
