@@ -394,10 +394,8 @@ class Turns:
         for job, row in zip(jobs, logits, strict=True):
             if job.request.watch is not None:
                 self._guarded(job, self._show, row)
-        if self._again is not None and self._again[1] in jobs:  # alone, and nothing comes after it
-            if self._again[1].computed == self._again[1].length:
-                self._end_again()
-            return
+        if self._again is not None and self._again[1].computed == self._again[1].length:  # nothing comes after it
+            self._end_again()
         rows = [row for row, job in enumerate(jobs) if job.workspace is not None and job.computed == job.length]
         if not rows:
             return
