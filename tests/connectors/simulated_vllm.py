@@ -17,7 +17,7 @@ from enum import Enum
 
 from kvarve.cache.messages import Order, Report
 from kvarve.connectors.vllm.block_plan import BlockPlanner, Group, Offer, Plan, Scheduled
-from kvarve.core.copies.effects import Copy, Ended, Event, Hurry, Probe
+from kvarve.core.copies.effects import Copy, Ended, Hurry, Probe
 from kvarve.pages.blocks import NULL_BLOCK, blocks_of
 from kvarve.pages.boundaries import legal, members, needed, of, shared
 from kvarve.pages.pools import Tier
@@ -78,12 +78,10 @@ class SimulatedWorker:
         self.hangs = False  # the storage
         self.flying: dict[int, Order] = {}
         self.sources: dict[int, list[object]] = {}
-        self.loads: dict[int, str] = {}
         self.spoil: Callable[[Copy], bool] = lambda copy: False  # whether a copy loses a page
         self.seen: Counter[str] = Counter()
 
     def do(self, plan: Plan) -> None:
-        self.loads |= plan.loads
         for order in plan.orders:
             if isinstance(order, Hurry):
                 continue
@@ -215,16 +213,10 @@ class SimulatedVllm:
         for name, part in scheduled.items():
             self._forward(self.requests[name], part)
         self.worker.do(plan)
-        events: list[Event] = []
-        received: dict[str, bool] = {}
-        for op in self.choose(self.worker.due()):
-            order = self.worker.flying[op]
-            events.append(end := self.worker.end(op))
-            if op in self.worker.loads:
-                name, whole = self.worker.loads.pop(op), end.good.bit_count() == len(order.pages)  # type: ignore[union-attr]
-                received[name] = whole and name not in self._void
-                self._void.discard(name)
-        self._release(self.planner.ended(Report(events), self.now))
+        landed = self.planner.ended(Report([*map(self.worker.end, self.choose(self.worker.due()))]), self.now)
+        self._release(landed.freed)
+        received = {name: name not in landed.failed | self._void for name in landed.received}
+        self._void -= landed.received
         for name, good in received.items():
             request = self.requests[name]  # as vLLM asserts
             if request.status is Status.REMOTE:

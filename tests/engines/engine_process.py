@@ -28,7 +28,7 @@ class VllmProcess:
         self.seam: str = settings["seam"]
         log = errors.open("w")
         self._process = forks.Popen(
-            [sys.executable, str(HERE / "vllm_process.py"), json.dumps(settings)],
+            [sys.executable, str(HERE / settings.get("program", "vllm_process.py")), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

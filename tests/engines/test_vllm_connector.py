@@ -30,7 +30,7 @@ def config(**changes: Any) -> Any:
     found = Config(
         model_config=Config(**model, quantization=None, max_model_len=4096),
         cache_config=Config(cache_dtype="auto", enable_prefix_caching=True, prefix_caching_hash_algo="sha256"),
-        parallel_config=Config(world_size=1, decode_context_parallel_size=1),
+        parallel_config=Config(tensor_parallel_size=1, decode_context_parallel_size=1),
         kv_transfer_config=Config(kv_role="kv_both", kv_load_failure_policy="recompute"),
     )
     for path, value in changes.items():
@@ -56,7 +56,7 @@ def test_the_model_and_the_names_of_pages_are_in_the_identity() -> None:
         ({"cache_config__enable_prefix_caching": False}, "remove --no-enable-prefix-caching"),
         ({"kv_transfer_config__kv_role": "kv_producer"}, "must be 'kv_both'"),
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "must be 'recompute'"),
-        ({"parallel_config__world_size": 2}, "OffloadingConnector"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "give it to tensor parallelism"),
     ],
     ids=str,
 )

@@ -55,6 +55,15 @@ MODELS = {
         14,
         ("4MiB", "3MiB"),
     ),
+    # For two ranks, which share key heads of states, and one of which KV heads cannot be shared.
+    "qwen3_5_wide": Model(
+        "qwen3_5_text",
+        _LINEAR | {"num_hidden_layers": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        "bfloat16",
+        1152,
+        30,
+    ),
+    "qwen3_one_head": Model("qwen3", {"num_hidden_layers": 4, "num_key_value_heads": 1}, "float32", 128, 70),
     "gemma3": Model(
         "gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128}, "float32", 128, 70, ("16MiB", "8MiB")
     ),

@@ -6,7 +6,6 @@ Behind either seam a recorder takes a fingerprint of each page's bytes when it i
 has been loaded, in this or another process that shares the file of fingerprints. The storage fails as told.
 """
 
-import hashlib
 import random
 import shutil
 import time
@@ -16,8 +15,8 @@ from typing import Any
 
 from engine_commands import SETTINGS, Engine, sampling, serve
 from prints import Prints
+from vllm_recorder import Recorder
 
-from kvarve.core.copies.effects import Copy
 from kvarve.pages.pools import Tier
 
 SMALL = 12  # tokens of an answer
@@ -28,44 +27,6 @@ def shifted(worker: Any, by: float) -> None:
     """Change weights that the keys and values of all layers follow from. (Others may be packed for the processor.)"""
     weights = worker.model_runner.get_model().named_parameters()
     next(weight for name, weight in weights if name.endswith("layers.0.input_layernorm.weight")).data.add_(by)
-
-
-class Recorder:
-    """Takes the fingerprints of what kvarve's connector copies, in the engine's tensors."""
-
-    def __init__(self, side: Any, prints: Prints) -> None:
-        self._side, self._prints = side, prints
-        self._loads: dict[int, Any] = {}
-        self._do, self._collect = side.do, side.collect
-        side.do, side.collect = self.do, self.collect
-
-    def do(self, orders: Any) -> None:
-        for order in orders.plan.orders:
-            if isinstance(order, Copy) and order.source is Tier.DEVICE:
-                self._prints.note((page.pool, page.key, self._digest(page.pool, page.source)) for page in order.pages)
-            elif isinstance(order, Copy) and order.target is Tier.DEVICE:
-                self._loads[order.op] = order.pages
-        self._do(orders)
-
-    def collect(self) -> Any:
-        found = self._collect()
-        for event in self._side._report.events:
-            pages = self._loads.pop(getattr(event, "op", -1), ()) if hasattr(event, "good") else ()
-            self._prints.check(
-                (page.pool, page.key, self._digest(page.pool, page.target))
-                for at, page in enumerate(pages)
-                if event.good >> at & 1
-            )
-        return found
-
-    def _digest(self, pool: int, handle: int) -> str:
-        arena = self._side.worker.transfers._copies._device[pool]
-        digest = hashlib.sha256()
-        for number, piece in enumerate(arena.pieces()):
-            (rows, _) = arena.rows([handle], [0])[number % arena.columns]
-            for row in rows:
-                digest.update(piece[row].numpy().tobytes())
-        return digest.hexdigest()
 
 
 class Watched(Engine):
@@ -89,6 +50,12 @@ class Watched(Engine):
         )
         self.events: list[Any] = []
         self.shift = -0.25  # of weights, when they were last changed
+        self._open()
+        if SETTINGS.get("events"):
+            publisher = self.core.scheduler.kv_event_publisher
+            publisher.publish = lambda batch: self.events.extend(batch.events)
+
+    def _open(self) -> None:
         if self.seam == "connector":
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -102,9 +69,6 @@ class Watched(Engine):
             (self.tier,) = tier_worker.TIERS
             self.tier.prints = self.prints
             self.guard = self.tier._storage
-        if SETTINGS.get("events"):
-            publisher = self.core.scheduler.kv_event_publisher
-            publisher.publish = lambda batch: self.events.extend(batch.events)
 
     def _make_faulty(self) -> None:
         """kvarve's storage fails on demand."""
@@ -194,7 +158,7 @@ class Watched(Engine):
 
         self.worker.worker.report = late if hangs else real
         self._add("waits", prompt, adapter)
-        while not (scheduler.finished_recving_kv_req_ids or (hangs and self.worker._loads)):
+        while not (scheduler.finished_recving_kv_req_ids or (hangs and self.scheduler.planner._loads)):
             self.llm.llm_engine.step()
         self.worker.worker.report = ended
         match how.removeprefix("late "):
@@ -463,4 +427,5 @@ class Watched(Engine):
 
 LABELS = {"source", "group", "operation", "result"}  # of metrics, which tell them apart
 
-serve(Watched)
+if __name__ == "__main__":
+    serve(Watched)

@@ -166,11 +166,14 @@ class CacheWorker:
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,
         blocks: Sequence[EngineArena] = (),
+        largest: Sequence[PoolSpec] = (),
     ) -> None:
-        """`blocks`: by pool, the tensors of an engine whose blocks are the nearest tier."""
+        """`blocks`: by pool, the tensors of an engine whose blocks are the nearest tier. `largest`: by pool, as it is
+        where its pages are largest, if ranks have other layers: memory is divided by these."""
         if not 0 <= rank < identity.ranks:
             raise ConfigError(f"rank must be from 0 to {identity.ranks - 1}, got {rank}")
-        self.slots = check(identity, config, device, blocks=bool(blocks))  # of each memory tier and pool
+        divided = replace(identity, pools=tuple(largest) or identity.pools)
+        self.slots = check(divided, config, device, blocks=bool(blocks))  # of each memory tier and pool
         if storage is not None and not config.host_memory:
             raise ConfigError(NO_HOST)
         self.identity, self.config = identity, config

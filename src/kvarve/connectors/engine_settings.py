@@ -39,7 +39,7 @@ class ConnectorSettings:
     """Of kvarve's connector: these keys, and the policies that an engine leaves to kvarve."""
 
     host_memory: Annotated[Size, size(1)]
-    """memory for pages"""
+    """memory for pages, of all workers of an engine together"""
     storage: Urls = field(default=(), repr=False)
     """URLs of storages, nearest first"""
     storage_key: str = ""
@@ -59,7 +59,12 @@ class ConnectorSettings:
     @property
     def cache(self) -> CacheConfig:
         """ConfigError: it cannot work."""
-        return CacheConfig(0, self.host_memory, self.storage or None, self.policies, self.storage_key or None)
+        return self.cache_of(1)
+
+    def cache_of(self, workers: int) -> CacheConfig:
+        """The same for one of several workers, each of which has its part of the memory."""
+        memory = self.host_memory // workers
+        return CacheConfig(0, memory, self.storage or None, self.policies, self.storage_key or None)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ Name = tuple[str, str]  # an adapter, as vLLM's hashes know it
 
 
 class Use(NamedTuple):
-    """A request is computed with an adapter, by its number, which has to have the weights of this digest."""
+    """A request is computed with an adapter, by its number, which has to have the weights of this digest: one for all
+    ranks, or one of each, with blanks between."""
 
     request: str
     adapter: Name

@@ -7,7 +7,7 @@ storage. `BlockPlanner` answers the engine's questions by a `CacheScheduler` ove
 1. `ask`: how many tokens beyond the engine's own prefix can be loaded? One boundary for all groups. None: ask again.
 2. `allocated`: the engine has blocks for them, and which; or it wants nothing loaded.
 3. `plan`, once a step: pages that are full after this step are saved; the orders for the worker and its loads.
-4. `ended`: the worker's report. Blocks whose copies have ended are the engine's again.
+4. `ended`: what the workers report. Blocks whose copies have ended are the engine's again.
 5. `finished`: the request has ended, whatever its state.
 
 A page is as long as the engine's scheduler block, a common multiple of all groups' blocks, and is named by the engine's
@@ -129,17 +129,24 @@ class Removed(NamedTuple):
 class Plan:
     """What a step's worker does, and what the engine does with its blocks beside it; plain data.
 
-    `orders` are carried out in this order, those that copy from the engine's blocks after the step's forward. The
-    worker reports a request of `loads` (by copy) once that copy has ended. `salts`: by copy to or from the engine, the
-    request whose pages it moves, and their salt, if they have one. References to the blocks in `held` are taken now, to
-    those in `freed` given back.
+    `orders` are carried out in this order, those that copy from the engine's blocks after the step's forward. `salts`:
+    by copy to or from the engine, the request whose pages it moves, and their salt, if they have one. References to the
+    blocks in `held` are taken now, to those in `freed` given back.
     """
 
     orders: list[Order] = field(default_factory=list)
-    loads: dict[int, str] = field(default_factory=dict)
     salts: dict[int, tuple[Request, str]] = field(default_factory=dict)
     held: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
+
+
+class Landed(NamedTuple):
+    """What a report brings: blocks to which references are given back; requests whose loads have ended, and those of
+    them that lack a page."""
+
+    freed: list[int]
+    received: set[str]
+    failed: set[str]
 
 
 @dataclass
@@ -184,7 +191,7 @@ class BlockPlanner:
         self._pieces = [group.blocks(self._page) for group in groups]
         self._standing: dict[str, _Standing] = {}
         self._ceiling: dict[str, int] = {}  # by request: claim no more than this, in pages, since a load failed
-        self._loads: dict[int, str] = {}  # copies to the engine that have not been sent
+        self._loads: dict[int, tuple[str, int]] = {}  # by copy that loads: its request, and how many pages it has
         self._freed: list[int] = []
         # If they are told: pages that are copied to the host, by copy; those in its slots, by pool and slot.
         self._copies: dict[int, list[tuple[Page, Stored]]] = {}
@@ -247,7 +254,7 @@ class BlockPlanner:
             targets.append({at: handle_of(blocks) for at, blocks in found.items()})
         self._scheduler.blocks.load(lease, targets)
         (op,) = lease.ops
-        self._loads[op] = request.request_id
+        self._loads[op] = request.request_id, sum(map(len, targets))
 
     def sources(self, request_id: str) -> dict[Tier, int]:
         """Of the tokens that are being loaded for a request, how many were in the host and how many in storage."""
@@ -265,8 +272,7 @@ class BlockPlanner:
             if (standing := self._standing.get(request_id)) is not None:
                 standing.loads &= request_id not in scheduled
                 self._save(standing, scheduled.get(request_id), offers.get(request_id, ()))
-        plan = Plan(self._scheduler.take(), self._loads)
-        self._loads = {}
+        plan = Plan(self._scheduler.take())
         salted = {each.lease.number: (each.request, each.salt) for each in self._standing.values() if each.salt}
         for order in plan.orders:
             if self._tells and isinstance(order, Copy) and order.target is Tier.HOST:
@@ -280,19 +286,23 @@ class BlockPlanner:
         plan.freed, self._freed = self._freed, []
         return plan
 
-    def ended(self, report: Report, now: float) -> list[int]:
-        """Apply what the worker reports; the blocks to which references are given back."""
+    def ended(self, report: Report, now: float) -> Landed:
+        """Apply what all workers report."""
         self._up, self._now = report.up, now
         self._note_freed()  # before the slots are filled again
-        for event in report.events if self._copies else ():
+        received, failed = set[str](), set[str]()
+        for event in report.events if self._copies or self._loads else ():
             if isinstance(event, Ended):
                 for at, (page, stored) in enumerate(self._copies.pop(event.op, ())):
                     if event.good >> at & 1:
                         self._in_host[page.pool, page.target] = Removed(stored.pool, stored.name)
                         self._changes.append(stored)
+                if event.op in self._loads:
+                    request, pages = self._loads.pop(event.op)
+                    (received if event.good.bit_count() == pages else failed).add(request)
         self._step(report)
         freed, self._freed = self._freed, []
-        return freed
+        return Landed(freed, received | failed, failed)
 
     def take_changes(self) -> list[Stored | Removed]:
         """The pages that the host has got or given up since the last call, in order."""
@@ -337,11 +347,11 @@ class BlockPlanner:
     def busy(self) -> bool:
         """Whether copies use the engine's blocks or are about to, so that steps have to go on even without requests.
         Copies between the host and storage use none."""
-        return bool(self._loads) or self._scheduler.uses_blocks()
+        return self._scheduler.uses_blocks()
 
     def idle(self) -> bool:
         """Whether no copy is in flight and none is due."""
-        return not self._loads and self._scheduler.core.idle()
+        return self._scheduler.core.idle()
 
     # --- behind it
 

@@ -4,22 +4,25 @@
         "kv_connector_module_path": "kvarve.connectors.vllm.connector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"host_memory": "16GiB"}}'
 
-vLLM makes two of it: one in the scheduler's process, which plans (`block_plan.py`), and one in the worker's, which
-copies. What the worker finds in the engine's tensors (the model's identity, the slots of the host) goes to
-the scheduler once, as the handshake; after that orders go down with each step, and reports come up.
+vLLM makes several of it: one in the scheduler's process, which plans (`block_plan.py`), and one in each worker's, which
+copies that worker's shard. What a worker finds in the engine's tensors (the model's identity, the slots of the host)
+goes to the scheduler once, as the handshake; after that the same orders go to all workers with each step, and reports
+come up. A copy has ended when it has on all workers, with the pages that are good on all (`Votes`).
 
 Loads run between steps: loading within a step would be wrong for recurrent states, which vLLM moves to the running
 block before it asks for loads. A load that fails is reported for the request as a whole, and its prompt is computed.
+
+With pipeline stages several steps are in flight, and orders of the next one are made before the reports of the last.
 """
 
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -29,7 +32,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -42,16 +44,27 @@ from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cache.worker import CacheWorker
 from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.vllm.adapters import Adapters, Use
-from kvarve.connectors.vllm.block_plan import BlockPlanner, Offer, Plan, Removed, Scheduled, Stored
+from kvarve.connectors.vllm.block_plan import BlockPlanner, Group, Offer, Removed, Scheduled, Stored
 from kvarve.connectors.vllm.engine_calls import Around
-from kvarve.connectors.vllm.groups import check_engine, device_of, groups_of, identity_of, layout_of
+from kvarve.connectors.vllm.groups import (
+    check_engine,
+    device_of,
+    groups_of,
+    identity_of,
+    identity_of_all,
+    largest_of_stages,
+    layout_of,
+    replicated,
+)
 from kvarve.connectors.vllm.vllm_metrics import COUNTERS, KvarveMetrics, KvarveStats
 from kvarve.connectors.vllm.weights import adapter_now, load_anew, others_of
 from kvarve.core.copies.effects import Copy, Ended, Event
 from kvarve.core.core_config import Slots
 from kvarve.core.observe.reasons import Reason
+from kvarve.errors import ConfigError
 from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
 from kvarve.pages.pools import ModelIdentity, Tier
+from kvarve.ranks.agreement import Votes
 from kvarve.transfer.storage_connection import CLOSE_S
 
 if TYPE_CHECKING:
@@ -71,30 +84,35 @@ SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """What a step's worker does. `idle`: the step computes nothing. Adapters that have to be loaded: by copy to or from
-    vLLM's blocks that of its pages, and those that the step computes with."""
+    """What a step's workers do. `idle`: the step computes nothing. Adapters that have to be loaded: by copy to or from
+    vLLM's blocks that of its pages, and those that the step computes with. `seen`: by rank, the number of its last
+    report that has come."""
 
-    plan: Plan = field(default_factory=Plan)
+    orders: list[Order] = field(default_factory=list)
     idle: bool = False
+    seen: dict[int, int] = field(default_factory=dict)
     copied: dict[int, Use] = field(default_factory=dict)
     computed: list[Use] = field(default_factory=list)
 
 
 @dataclass
 class Reported(KVConnectorWorkerMetadata):
-    """What the worker tells the scheduler after a step. `mixed`: other weights of these adapters were loaded."""
+    """What workers tell the scheduler after a step: by rank its reports, numbered, from the first that the scheduler
+    may not have seen. `mixed`: other weights of these adapters were loaded."""
 
-    report: Report
+    reports: dict[int, list[tuple[int, Report]]]
     mixed: list[Use]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        raise AssertionError("there is one worker")
+        assert isinstance(other, Reported)
+        return Reported(self.reports | other.reports, self.mixed + other.mixed)
 
 
 @dataclass
 class Ready(KVConnectorHandshakeMetadata):
-    """What the scheduler has to know of the worker before the first request."""
+    """What the scheduler has to know of a worker before the first request."""
 
+    rank: int
     identity: ModelIdentity
     slots: Slots
     storage: bool
@@ -110,6 +128,7 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._parallel = vllm_config.parallel_config
         self._settings = ConnectorSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config, WHERE)
         check_engine(vllm_config)
         self._page, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -171,11 +190,20 @@ class SchedulerSide(KvarveConnector):
         places = 0 if lora is None else lora.max_cpu_loras
         self._adapters = Adapters(places, self._look, lambda: self.pool.cached_block_hash_to_block)
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        (ready,) = metadata.values()
-        assert isinstance(ready, Ready)
-        shape = ready.identity, self._settings.cache, ready.slots
-        self.scheduler = CacheScheduler(*shape, storage=ready.storage, only_read=ready.only_read)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        found = [each for each in metadata.values() if isinstance(each, Ready)]
+        ready = sorted(found, key=lambda each: each.rank)
+        if [each.rank for each in ready] != [*range(self._parallel.world_size)]:
+            raise ConfigError("vLLM passes on what the first of several connectors says: kvarve's must be the first")
+        slots = ready[0].slots
+        assert all(each.slots == slots for each in ready), "all workers divide their memory alike"
+        storage, only_read = all(each.storage for each in ready), any(each.only_read for each in ready)
+        identity = identity_of_all([each.identity for each in ready], [group.name for group in self._groups])
+        self.scheduler = CacheScheduler(identity, self._settings.cache, slots, storage=storage, only_read=only_read)
+        self._votes = Votes(len(ready))
+        self._seen, self._up = dict.fromkeys(range(len(ready)), 0), [True] * len(ready)
         self.planner = BlockPlanner(self.scheduler, self._groups, self._hash_tokens, tells=self._tells)
         self._around.ask(meet)
         self._around.when_idle(self.go_on)
@@ -216,8 +244,9 @@ class SchedulerSide(KvarveConnector):
         return False, None  # copies hold references of their own
 
     def _look(self, lora: Any, others: set[int]) -> str:
-        (digest,) = self._around.ask(adapter_now, lora, others) or [""]
-        return str(digest)
+        """By rank, or of all ranks: each may have a part of an adapter."""
+        found = self._around.ask(adapter_now, lora, others) or [""]
+        return "" if "" in found else " ".join(found[:1] if len({*found}) == 1 else found)
 
     # --- when weights change
 
@@ -230,7 +259,7 @@ class SchedulerSide(KvarveConnector):
     def _arrived(self, request: Any, *_: Any, **__: Any) -> None:
         """A request that wants its adapter loaded anew: this is done now, and not in each of its steps."""
         lora = request.lora_request
-        if lora is not None and lora.load_inplace and self._around.ask(load_anew, lora) == [True]:
+        if lora is not None and lora.load_inplace and all(self._around.ask(load_anew, lora) or [False]):
             request.lora_request = copy(lora)  # the client's own may be the same object
             request.lora_request.load_inplace = False
             self._adapters_changed()
@@ -240,7 +269,7 @@ class SchedulerSide(KvarveConnector):
         loaded = {name: salt for name, (_, salt) in self.planner.loaded().items() if salt}
         uses = [self._adapters.use(name, salt) for name, salt in loaded.items()]
         for others in self._around.ask(others_of, uses) or () if uses else ():
-            self._discard(use.request for use in others)
+            self._discard({use.request for use in others})
 
     def _discard(self, requests: Iterable[str]) -> None:
         """Have the prompts of requests computed whose pages have been loaded, or are being loaded."""
@@ -272,21 +301,31 @@ class SchedulerSide(KvarveConnector):
             self._around.again()
         copied = {op: self._adapters.use(request.request_id, salt) for op, (request, salt) in plan.salts.items()}
         computed = [self._adapters.use(name, salt) for name, salt in self.planner.salts(scheduled).items()]
-        return Orders(Plan(plan.orders, plan.loads), idle=not scheduled, copied=copied, computed=computed)
+        return Orders(plan.orders, idle=not scheduled, seen=self._seen.copy(), copied=copied, computed=computed)
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, Reported):
-            self._ended(told)
-        if void := self._void & (connector_output.finished_recving or set()):  # vLLM is about to take these in
-            self._void -= void
-            self._around.fail(void)
+            received, failed = self._ended(told)  # vLLM is about to take these in
+            connector_output.finished_recving = (connector_output.finished_recving or set()) | received
+            self._around.fail(failed)
 
-    def _ended(self, told: Reported) -> None:
+    def _ended(self, told: Reported) -> tuple[set[str], set[str]]:
+        """The requests whose loads have ended on all workers, and those that have to be computed."""
         for use in told.mixed:
             self.planner.distrust(use.request)
             self._adapters.mixed(use.adapter)
-        self._free(self.planner.ended(told.report, time.monotonic()))
+        news: list[list[Event]] = [[] for _ in self._up]
+        for rank, reports in told.reports.items():
+            for number, report in reports:
+                if number > self._seen[rank]:
+                    self._seen[rank], self._up[rank] = number, report.up
+                    news[rank] += report.events
+        landed = self.planner.ended(Report(self._votes.merge(news), all(self._up)), time.monotonic())
+        self._free(landed.freed)
+        void = self._void & landed.received
+        self._void -= void
+        return landed.received, landed.failed | void
 
     # --- beside the engine's steps
 
@@ -310,11 +349,11 @@ class SchedulerSide(KvarveConnector):
 
     def _exchange(self) -> bool:
         """Orders and a report without a step; False without an engine to carry them."""
-        for told, received, failed in self._around.ask(beside, self._plan({}, {})) or ():
-            self._ended(told)
-            self._around.received(received, failed)
-            return True
-        return False
+        told = self._around.ask(beside, self._plan({}, {}))
+        if told is None:
+            return False
+        self._around.received(*self._ended(reduce(Reported.aggregate, told)))
+        return True
 
     def has_pending_push_work(self) -> bool:
         return self.planner.busy()
@@ -380,12 +419,12 @@ class WorkerSide(KvarveConnector):
         super().__init__(*given)
         self._worker: CacheWorker | None = None
         self.engine: Any = None  # vLLM's worker
-        self._loads: dict[int, tuple[str, int]] = {}  # by copy: its request, and how many pages it has
-        self._received, self._failed = set[str](), set[str]()  # requests whose loads have ended, or lack a page
         self._mixed = set[str]()  # requests that were computed with other weights, as long as they are ordered
         self._told: list[Use] = []  # uses of other weights that the scheduler is to be told of
         self._dropped: list[Event] = []  # of copies that were not made
-        self._report: Report | None = None
+        self._reports = 0  # made so far
+        self._unseen: list[tuple[int, Report]] = []  # those that the scheduler may not have seen, numbered
+        self._new = False  # whether any of them has not been sent
         self._up = True  # as last reported
 
     @property
@@ -401,24 +440,38 @@ class WorkerSide(KvarveConnector):
             spec = self._kv_cache_config.kv_cache_groups[group.number]
             mine = {name: kv_caches[name] for name in spec.layer_names if name in kv_caches}
             sizes = [block_bytes(name, tensor, blocks).shape[1] for name, tensor in mine.items()]
-            pools.append(pool_of(group.name, sizes, group.lookback, group.blocks(self._page)))
+            pool = pool_of(self._name(group), sizes, group.lookback, group.blocks(self._page))
+            pools.append(replace(pool, replicated=replicated(spec.kv_cache_spec, self._vllm_config)))
             layers.append(mine)
             kept.append(layout_of(spec, mine))
-        identity = identity_of(self._vllm_config, pools, self._page, kept, self._settings.weights, device_of(layers))
+        device = device_of([*kv_caches.values()])
+        identity = identity_of(self._vllm_config, pools, self._page, kept, self._settings.weights, device)
         arenas = [
             EngineArena(pool, mine, blocks, group.blocks(self._page))
             for pool, mine, group in zip(pools, layers, self._groups, strict=True)
         ]
-        self._worker = CacheWorker(identity, self._settings.cache, device=str(device_of(layers)), blocks=arenas)
+        self._worker = CacheWorker(
+            identity,
+            self._settings.cache_of(self._parallel.world_size),
+            device=str(device),
+            rank=self._parallel.rank % self._parallel.tensor_parallel_size,
+            blocks=arenas,
+            largest=largest_of_stages(pools),
+        )
         slots = {arena.pool.name: arena.slots for arena in self._worker.host}
         log.info(
             "kvarve keeps pages of %d tokens in host memory, at most by group: %s (%s)", self._page, slots, identity
         )
 
+    def _name(self, group: Group) -> str:
+        """A stage's pages are others than those of the next one, with the same keys."""
+        stage = self._parallel.rank // self._parallel.tensor_parallel_size
+        return f"{group.name[:28]}-s{stage}" if self._parallel.pipeline_parallel_size > 1 else group.name
+
     def get_handshake_metadata(self) -> Ready:
-        attached = self.worker.attached
+        attached, worker = self.worker.attached, self.worker
         only_read = attached is not None and attached.only_read
-        return Ready(self.worker.identity, self.worker.slots, attached is not None, only_read)
+        return Ready(self._parallel.rank, worker.identity, worker.slots, attached is not None, only_read)
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
@@ -427,14 +480,12 @@ class WorkerSide(KvarveConnector):
 
     def do(self, orders: Orders) -> None:
         """Carry out the orders of a step that has been computed."""
-        plan = orders.plan
-        for order in plan.orders:
-            if isinstance(order, Copy) and order.op in plan.loads:
-                self._loads[order.op] = plan.loads[order.op], len(order.pages)
+        rank = self._parallel.rank
+        self._unseen = [each for each in self._unseen if each[0] > orders.seen.get(rank, 0)]
         others = others_of(self.engine, orders.computed)
         self._mixed = {use.request for use in others} | self._mixed & {use.request for use in orders.computed}
         self._told += others
-        self.worker.do([order for order in plan.orders if not self._outdated(order, orders.copied)])
+        self.worker.do([order for order in orders.orders if not self._outdated(order, orders.copied)])
         if orders.idle:
             self.worker.wait(IDLE_WAIT_S)
 
@@ -450,36 +501,25 @@ class WorkerSide(KvarveConnector):
             self._told.append(use)
         return True
 
-    def report(self) -> Report:
-        """What has happened since the last report. The requests whose loads have ended are told with the next step."""
+    def collect(self) -> Sequence[Event]:
+        """What has happened since the last report; it is told with the next one."""
         found, dropped = self.worker.report(), self._dropped
         found, self._dropped = found._replace(events=[*found.events, *dropped]), []
-        for event in found.events:
-            if isinstance(event, Ended) and event.op in self._loads:
-                request, pages = self._loads.pop(event.op)
-                self._received.add(request)
-                if event.good.bit_count() != pages:
-                    self._failed.add(request)
-        return found
+        if found.events or found.up != self._up:
+            self._up, self._new = found.up, True
+            self._reports += 1
+            self._unseen.append((self._reports, found))
+        return found.events
 
-    def collect(self) -> tuple[set[str], set[str]]:
-        """The requests whose loads have ended, and those of them that lack a page."""
-        self._report = self.report()
-        (received, self._received), (failed, self._failed) = (self._received, set()), (self._failed, set())
-        return received, failed
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        received, failed = self.collect()
-        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+    def reported(self) -> Reported:
+        """All that the scheduler may not have seen."""
+        mixed, self._told, self._new = self._told, [], False
+        return Reported({self._parallel.rank: [*self._unseen]}, mixed)
 
     def build_connector_worker_meta(self) -> Reported | None:
         """What is new since the last one; nothing if that is nothing."""
-        report, self._report = self._report, None
-        if report is None or (not report.events and not self._told and report.up == self._up):
-            return None
-        self._up = report.up
-        mixed, self._told = self._told, []
-        return Reported(report, mixed)
+        self.collect()
+        return self.reported() if self._new or self._told else None
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -500,12 +540,12 @@ def meet(worker: Any) -> None:
         side.engine = worker
 
 
-def beside(_: Any, orders: Orders) -> tuple[Reported, set[str], set[str]]:
-    """Carry out orders, and report: also the requests whose loads have ended, and those of them that lack a page."""
+def beside(_: Any, orders: Orders) -> Reported:
+    """Carry out orders, and report."""
     (side,) = _sides()
     side.do(orders)
-    ended = side.collect()
-    return side.build_connector_worker_meta() or Reported(Report(up=side.worker.up), []), *ended
+    side.collect()
+    return side.reported()
 
 
 def _sides() -> list[WorkerSide]:

@@ -1,18 +1,21 @@
 """What kvarve's connector has to know of a vLLM engine: whether it can work with it, its cache groups, and all that
 decides the bytes of a page."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import __version__ as VLLM_VERSION
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvarve.connectors.checkpoint import began_s
 from kvarve.connectors.vllm.block_plan import Group, lookback_of
 from kvarve.connectors.vllm.vllm_identity import model_digest, weights_of
 from kvarve.errors import ConfigError
-from kvarve.pages.pools import LAYOUT_FORMAT, ModelIdentity
+from kvarve.pages.pools import LAYOUT_FORMAT, ModelIdentity, PoolSpec
 from kvarve.reference.engine.identity import numerics
 
 if TYPE_CHECKING:
@@ -32,11 +35,12 @@ def check_engine(config: "VllmConfig") -> None:
         raise ConfigError(f"kv_role must be 'kv_both', as kvarve both saves and loads, got {transfer.kv_role!r}")
     if transfer.kv_load_failure_policy != "recompute":
         raise ConfigError("kv_load_failure_policy must be 'recompute': by 'fail' a bad page would fail its request")
-    if parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
-        raise ConfigError(
-            f"kvarve's connector cannot work with {parallel.world_size} workers of one model so far: use vLLM's "
-            f"OffloadingConnector with kvarve as its secondary tier"
-        )
+    for name in ("decode", "prefill"):
+        if (size := getattr(parallel, f"{name}_context_parallel_size", 1)) > 1:
+            raise ConfigError(
+                f"{name}_context_parallel_size must be 1, as kvarve does not know blocks that are divided by tokens, "
+                f"got {size}: give it to tensor parallelism"
+            )
 
 
 def groups_of(config: "KVCacheConfig", page_tokens: int) -> tuple[Group, ...]:
@@ -74,6 +78,7 @@ def identity_of(
         pools=tuple(pools),
         layout=f"{LAYOUT_FORMAT} of vllm: {'; '.join(kept)}",
         config=model_digest(config),
+        ranks=config.parallel_config.tensor_parallel_size,
         quantisation=f"{model.quantization or ''} {cache.cache_dtype}".strip(),
         numerics=numerics([device], [f"vllm {VLLM_VERSION}", f"hashes {cache.prefix_caching_hash_algo}"]),
     )
@@ -89,5 +94,42 @@ def layout_of(spec: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     return f"{spec.kv_cache_spec!r} {found}"
 
 
-def device_of(layers: list[dict[str, torch.Tensor]]) -> torch.device:
-    return next(iter(layers[0].values())).device
+def device_of(tensors: list[Any]) -> torch.device:
+    """That of an engine's layers, each of which has one tensor or several."""
+    first = tensors[0]
+    return first.device if isinstance(first, torch.Tensor) else device_of([*first])
+
+
+def replicated(spec: Any, config: "VllmConfig") -> bool:
+    """Whether all tensor-parallel ranks hold the same bytes of a group. vLLM says so of MLA latents, index keys and
+    some states, and not of a single KV head, of which each rank has a copy."""
+    if config.parallel_config.tensor_parallel_size == 1:
+        return False
+    if getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False):
+        return True
+    if get_kv_cache_spec_kind(spec).value == "mamba" or spec.num_kv_heads != 1:
+        return False
+    # Some models have other numbers of heads in some layers: none of them may be above one.
+    fields = config.model_config.hf_text_config.to_dict().items()
+    heads = [value for name, value in fields if re.search("(kv|key_value).*heads", name) and value]
+    return config.model_config.get_total_num_kv_heads() == 1 and all(each == 1 for each in heads)
+
+
+def largest_of_stages(pools: list[PoolSpec]) -> list[PoolSpec]:
+    """By pool, the one of the pipeline stage whose pages are largest: by it all workers divide their memory."""
+    stages = get_pp_group()
+    found: list[Any] = [None] * stages.world_size
+    if stages.world_size == 1:
+        return pools
+    torch.distributed.all_gather_object(found, pools, group=stages.cpu_group)
+    return [max(each, key=lambda pool: pool.payload_bytes) for each in zip(*found, strict=True)]
+
+
+def identity_of_all(identities: Sequence[ModelIdentity], names: Sequence[str]) -> ModelIdentity:
+    """The identity by which the scheduler names pages, of which each worker has a part; its pools have these names."""
+    first, layouts = identities[0], sorted({each.layout for each in identities})
+    largest = [
+        max(pools, key=lambda pool: pool.payload_bytes) for pools in zip(*(it.pools for it in identities), strict=True)
+    ]
+    pools = tuple(replace(pool, name=name) for pool, name in zip(largest, names, strict=True))
+    return replace(first, layout=" | ".join(layouts), pools=pools)

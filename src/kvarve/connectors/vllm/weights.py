@@ -74,7 +74,12 @@ def load_anew(worker: Any, request: Any) -> bool:
 
 def others_of(worker: Any, uses: Iterable[Use]) -> list[Use]:
     """Those of which other weights are loaded, or none."""
-    return [use for use in uses if adapter_loaded(worker, use.number) != use.digest]
+    found = []
+    for use in uses:
+        ranks = use.digest.split()  # one for all, or one of each rank
+        if adapter_loaded(worker, use.number) != ranks[worker.rank % len(ranks)]:
+            found.append(use)
+    return found
 
 
 def adapter_loaded(worker: Any, number: int) -> str:

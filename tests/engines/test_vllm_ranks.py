@@ -1,0 +1,130 @@
+"""kvarve in vLLM with several workers of one model: tensor-parallel ranks, pipeline stages.
+
+Scenes of `test_vllm.py`, one request at a time, in steps of one block: tokens and logprobs are those of the same engine
+without kvarve, and each restored page has the bytes that were saved, on every rank.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from engine_process import VllmProcess, prompt
+from test_vllm import same
+from tiny_models import MODELS
+
+pytestmark = pytest.mark.timeout(1200)
+
+LAYOUTS = {
+    "tp": {"tensor_parallel_size": 2},
+    "pp": {"pipeline_parallel_size": 2, "worker_cls": "rank_worker.Staged"},
+}
+SHORT = [("gemma3", "tp")]
+PLACES = [
+    pytest.param((model, layout), id=f"{model}-{layout}", marks=[] if (model, layout) in SHORT else pytest.mark.long)
+    for layout in LAYOUTS
+    for model in ("gemma3", "qwen3_5_wide", "gpt_oss", "qwen3_one_head")
+    if (model, layout) != ("qwen3_one_head", "pp")
+]
+LONG, TAIL = prompt(1300, 1), prompt(1200, 2)
+Start = Callable[..., VllmProcess]
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A model, and how it is divided."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def begin(start: Start, place: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Start an engine without kvarve, or with it; these are on one storage."""
+    model, layout = place
+    folder = tmp_path_factory.mktemp("storage")
+    extra = {
+        "host_memory": "96MiB",
+        "storage": f"file://{folder}/pages?capacity=64MiB",
+        "storage_deadline_s": 5.0,
+        "storage_wait": "all",
+    }
+    more = LAYOUTS[layout] | {
+        "num_gpu_blocks_override": MODELS[model].blocks * 2,
+        "max_model_len": 4096,
+        "worker_extension_cls": "rank_worker.RankWorker",
+    }
+
+    def started(seam: str) -> VllmProcess:
+        return start(model, seam, program="vllm_ranks.py", more=more, extra=extra)
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def alone(begin: Start, place: tuple[str, str]) -> dict[str, Any]:
+    """What the engine answers without kvarve."""
+    engine = begin("plain")
+    found = {"cold": engine.ask(LONG), "device": engine.ask(LONG)}
+    found |= {"longer": engine.ask(LONG + TAIL)}
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(begin: Start, alone: dict[str, Any]) -> Iterator[VllmProcess]:
+    engine = begin("connector")
+    yield engine
+    engine.close()
+
+
+def sound(engine: VllmProcess) -> dict[str, Any]:
+    about = engine.about()
+    assert about["wrong"] == [], "a restored page has other bytes than the one that was saved"
+    assert all(about["restored"]), "a rank has restored nothing"
+    assert about["left"] == 0
+    return about
+
+
+def test_a_prompt_is_answered_as_without_kvarve_from_the_device_the_host_and_storage(
+    engine: VllmProcess, alone: dict[str, Any]
+) -> None:
+    assert same(engine.ask(LONG), alone["cold"])
+    assert same(engine.ask(LONG), alone["device"])
+    for source in ("reset", "forget"):
+        engine.call(source)
+        found = engine.ask(LONG)
+        assert found["cached"] == alone["device"]["cached"] > 0, source
+        assert same(found, alone["device"]), source
+    engine.call("forget")
+    longer = engine.ask(LONG + TAIL)
+    assert longer["cached"] == alone["device"]["cached"] and same(longer, alone["longer"])
+    sound(engine)
+
+
+def test_what_all_ranks_hold_is_stored_once_and_what_each_has_a_part_of_by_each(
+    engine: VllmProcess, place: tuple[str, str]
+) -> None:
+    about = sound(engine)
+    replicated = {replicated for _, replicated in about["pools"]}
+    assert replicated == {place == ("qwen3_one_head", "tp")}
+    stored = about["stats"]["stored"]
+    assert about["objects"] == [stored * (1 if replicated == {True} else 2)] * 2
+
+
+@pytest.mark.parametrize("how", ["lost", "dead", "stall"])
+def test_trouble_of_one_ranks_storage_costs_hits_only(engine: VllmProcess, alone: dict[str, Any], how: str) -> None:
+    engine.call("forget")
+    engine.call("fault", rank=1, how=how)
+    assert same(engine.ask(LONG), alone["cold"])
+    engine.call("recover")
+    engine.call("forget")
+    found = engine.ask(LONG)
+    assert found["cached"] == alone["device"]["cached"] and same(found, alone["device"])
+    sound(engine)
+
+
+def test_pages_survive_a_restart(begin: Start, engine: VllmProcess, alone: dict[str, Any]) -> None:
+    engine.call("forget")
+    other = begin("connector")
+    found = other.ask(LONG)
+    assert found["cached"] == alone["device"]["cached"] and same(found, alone["device"])
+    sound(other)
+    other.close()

@@ -1,0 +1,47 @@
+"""Fingerprints of what kvarve's connector copies, in one worker of vLLM."""
+
+import hashlib
+from typing import Any
+
+from prints import Prints
+
+from kvarve.core.copies.effects import Copy
+from kvarve.pages.pools import Tier
+
+
+class Recorder:
+    """Takes the fingerprints of what kvarve's connector copies, in the engine's tensors."""
+
+    def __init__(self, side: Any, prints: Prints) -> None:
+        self._side, self._prints = side, prints
+        self._loads: dict[int, Any] = {}
+        self._do, self._collect = side.do, side.collect
+        side.do, side.collect = self.do, self.collect
+
+    def do(self, orders: Any) -> None:
+        for order in orders.orders:
+            if isinstance(order, Copy) and order.source is Tier.DEVICE:
+                self._prints.note((page.pool, page.key, self._digest(page.pool, page.source)) for page in order.pages)
+            elif isinstance(order, Copy) and order.target is Tier.DEVICE:
+                self._loads[order.op] = order.pages
+        self._do(orders)
+
+    def collect(self) -> Any:
+        found = self._collect()
+        for event in found:
+            pages = self._loads.pop(getattr(event, "op", -1), ()) if hasattr(event, "good") else ()
+            self._prints.check(
+                (page.pool, page.key, self._digest(page.pool, page.target))
+                for at, page in enumerate(pages)
+                if event.good >> at & 1
+            )
+        return found
+
+    def _digest(self, pool: int, handle: int) -> str:
+        arena = self._side.worker.transfers._copies._device[pool]
+        digest = hashlib.sha256()
+        for number, piece in enumerate(arena.pieces()):
+            (rows, _) = arena.rows([handle], [0])[number % arena.columns]
+            for row in rows:
+                digest.update(piece[row].numpy().tobytes())
+        return digest.hexdigest()
