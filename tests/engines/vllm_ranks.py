@@ -1,4 +1,4 @@
-"""One vLLM engine with several workers, each a process of its own; see `engine_commands`. The scheduler is in this one."""
+"""One vLLM engine with several workers, each in a process; see `engine_commands`. The scheduler is in this one."""
 
 import time
 from typing import Any

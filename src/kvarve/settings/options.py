@@ -242,7 +242,7 @@ def _fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) ->
     config = options.pop("config")
     if config.tokens:
         path = config.tokens[-1].value
-        settings = _settings(path)
+        settings = read_file(path)
         for key, value in settings.items():
             if key not in options:
                 raise ConfigError(f"{path}: unknown setting {key!r}{closest(key, options)}")
@@ -257,9 +257,10 @@ def _fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) ->
         Dict(data=data, source=path)(app, commands, arguments)
 
 
-def _settings(path: str) -> dict[str, Any]:
+def read_file(path: str, named: str = "--config") -> dict[str, Any]:
+    """The settings in a TOML file, which `named` names. ConfigError: it cannot be read, or has tables."""
     if not Path(path).is_file():
-        raise ConfigError(f"--config must be a file, got {path!r}")
+        raise ConfigError(f"{named} must be a file, got {path!r}")
     try:
         with Path(path).open("rb") as file:
             content = file.read(FILE_BYTES + 1)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -439,6 +440,8 @@ class WorkerSide(KvarveConnector):
         for group in self._groups:
             spec = self._kv_cache_config.kv_cache_groups[group.number]
             mine = {name: kv_caches[name] for name in spec.layer_names if name in kv_caches}
+            if not mine:  # another pipeline stage has its layers; a page of it is a byte here
+                mine = {"none": torch.zeros(blocks, 1, dtype=torch.uint8)}
             sizes = [block_bytes(name, tensor, blocks).shape[1] for name, tensor in mine.items()]
             pool = pool_of(self._name(group), sizes, group.lookback, group.blocks(self._page))
             pools.append(replace(pool, replicated=replicated(spec.kv_cache_spec, self._vllm_config)))
