@@ -1,74 +1,70 @@
-"""README's command for vLLM, as it stands there but for the model and the folder of the storage."""
+"""README's command for vLLM, as it stands there but for the model, in an environment with nothing but the wheel."""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
+import venv
 from collections.abc import Callable
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import pytest
-from engine_environment import ENVIRONMENT
-from engine_process import HERE, ROOT, prompt
+from engine_process import ROOT, prompt
+from kvarve_server import interpreter
+from vllm_server import Server, serving
 
-from doc_blocks import command, stored_in
+from doc_blocks import command
 
 pytestmark = pytest.mark.timeout(1800)
+LONG = prompt(1000, 1)
 
-START_S = 900
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a venv that has vLLM's packages, and kvarve as its wheel installs it."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder / "venv")
+    (site,) = (folder / "venv").glob("lib/*/site-packages")
+    theirs = next(path for path in sys.path if path.endswith("site-packages"))
+    python = interpreter()  # vLLM's own has no pip
+    build = [python, ROOT / "tools" / "uv.py", "build", "--quiet", "--wheel", "--out-dir", folder, ROOT]
+    subprocess.run(build, check=True, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--target", site]
+    subprocess.run([*pip, wheel], check=True)
+    (site / "vllm.pth").write_text(f"{theirs}\n")
+    state = tmp_path_factory.mktemp("state")
+    return {"PYTHON": str(folder / "venv" / "bin" / "python"), "PYTHONPATH": "", "XDG_STATE_HOME": str(state)}
 
 
-def test_the_command_of_readme_serves_and_keeps_what_it_computed(
-    model_folder: Callable[[str], Path], tmp_path: Path
+def stored(environment: dict[str, str]) -> int:
+    """How many objects the store of this user has."""
+    stat = [sys.executable, "-m", "kvarve", "storage", "stat", f"{environment['XDG_STATE_HOME']}/kvarve", "--json", "-"]
+    told = subprocess.run(stat, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, check=False)
+    return sum(model["objects"] for model in json.loads(told.stdout or '{"models": []}')["models"])
+
+
+def wait_until_stored(server: Server, environment: dict[str, str], objects: int) -> None:
+    while stored(environment) < objects:
+        assert server.process.poll() is None
+
+
+def test_with_one_word_before_it_a_command_of_vllm_keeps_its_prompts_over_a_kill_of_all_its_processes(
+    installed: dict[str, str], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    program, serve, _, *words = command("README.md", "vllm serve")
-    assert (program, serve) == ("vllm", "serve")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    model = model_folder("gemma3")
-    run = [sys.executable, str(HERE / "vllm_command.py"), "serve", str(model), "--skip-tokenizer-init"]
-    run += [
-        "--enforce-eager",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        *(stored_in(each, tmp_path) for each in words),
-    ]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT / "src"), "VLLM_LOGGING_LEVEL": "INFO"}
-    with (tmp_path / "log").open("w") as log, subprocess.Popen(run, env=environment, stdout=log, stderr=log) as process:
-        try:
-            until = time.monotonic() + START_S
-            while process.poll() is None and time.monotonic() < until:
-                try:
-                    urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                    break
-                except (URLError, ConnectionError, TimeoutError):
-                    time.sleep(0.5)  # it tells nobody when it listens
-            body = {"model": str(model), "prompt": prompt(1000, 1), "max_tokens": 1, "detokenize": False}
-            asked = Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode())
-            asked.add_header("Content-Type", "application/json")
-            with urlopen(asked, timeout=600) as answer:
-                assert json.load(answer)["usage"]["prompt_tokens"] == 1000
-            while not stored(tmp_path / "pages", environment):  # it stores after it has answered
-                assert process.poll() is None and time.monotonic() < until
-            process.send_signal(signal.SIGINT)
-            process.wait(600)
-        except BaseException:
-            print((tmp_path / "log").read_text()[-6000:])
-            raise
-        finally:
-            process.kill()
-    assert stored(tmp_path / "pages", environment)
-
-
-def stored(folder: Path, environment: dict[str, str]) -> int:
-    """How many objects the storage has."""
-    stat = [sys.executable, "-m", "kvarve", "storage", "stat", str(folder), "--json", "-"]
-    told = json.loads(subprocess.run(stat, env=environment, check=True, capture_output=True).stdout)
-    return sum(model["objects"] for model in told["models"])
+    word, program, serve, _, *words = command("README.md", "KVARVE=1")
+    assert (word, program, serve, words) == ("KVARVE=1", "vllm", "serve", [])
+    given = (model_folder("gemma3"), [], installed | {"KVARVE": "1", "KVARVE_HOST_MEMORY": "256MiB"}, tmp_path / "log")
+    with serving(*given) as server:
+        cold = server.ask(LONG)
+        wait_until_stored(server, installed, 7 * 6)
+        server.kill()
+    assert "KVARVE=1: an engine has 256MiB of host memory, and file://?capacity=" in (tmp_path / "log").read_text()
+    with serving(*given) as server:
+        assert server.ask(LONG) == (cold[0], 896) and cold[1] == 0
+        # vLLM leaves its engine behind if its server is killed, and the engine its memory and store.
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(60)
+        assert server.ended(), server.family()
+    assert "is gone: the engine ends" in (tmp_path / "log").read_text()

@@ -1,9 +1,9 @@
 """What kvarve does behind an engine that was started with KVARVE=1: by the environment, and by what the machine has.
 
-    KVARVE=1                  as vLLM's command is, with a host tier and a store
-    KVARVE_HOST_MEMORY=16GiB  a quarter of the machine's free memory unless told
-    KVARVE_STORAGE=URL        several: with blanks between; none: no store. A folder of the user's unless told
-    KVARVE_CONFIG=FILE        TOML, with the connector's keys, which these two variables override
+KVARVE=1                  as vLLM's command is, with a host tier and a store
+KVARVE_HOST_MEMORY=16GiB  a quarter of the machine's free memory unless told
+KVARVE_STORAGE=URL        several: with blanks between; none: no store. A folder of the user's unless told
+KVARVE_CONFIG=FILE        TOML, with the connector's keys, which these two variables override
 """
 
 import os
@@ -60,7 +60,7 @@ def default_memory() -> int:
 def free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """The machine's memory that programs may take now, in bytes; all that it has, where that is not known."""
     try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
         return parse_size(lines["MemAvailable"].replace("kB", "KiB").strip())
     except (OSError, KeyError, ValueError, ConfigError):
         return host_bytes()

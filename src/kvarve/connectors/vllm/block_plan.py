@@ -10,9 +10,13 @@ storage. `BlockPlanner` answers the engine's questions by a `CacheScheduler` ove
 4. `ended`: what the workers report. Blocks whose copies have ended are the engine's again.
 5. `finished`: the request has ended, whatever its state.
 
-A page is as long as the engine's scheduler block, a common multiple of all groups' blocks, and is named by the engine's
-own chained hash at its end, in which the salt, adapters and images already are. Blocks that a copy uses must not be
-given to other pages before `Plan.freed` names them: the engine holds references to `Plan.held` until then.
+A page is as long as the tokens between two places where the engine's own prefixes may end: its scheduler block, a
+common multiple of all groups' blocks, or a part of a block, if the engine hits inside of blocks. It is named by the
+engine's own chained hash at its end, in which the salt, adapters and images already are. Blocks that a copy uses must
+not be given to other pages before `Plan.freed` names them: the engine holds references to `Plan.held` until then.
+
+Where a page lies is named by *cells*: a block has as many as it has pages, one unless pages are parts of blocks. So a
+cell is a block's number, times its cells, plus the place of the cell in it.
 """
 
 from collections import Counter
@@ -57,14 +61,19 @@ class Group:
     kind: str = ""  # in the engine's words
     window_tokens: int | None = None
 
+    def cells(self, page_tokens: int) -> int:
+        """How many pages a block has. A state is all of its block, wherever in the block it was computed up to."""
+        return 1 if self.offered else max(1, self.block_tokens // page_tokens)
+
     def blocks(self, page_tokens: int) -> int:
-        """How many blocks make up a page: of a state only the last one, at the page's end."""
-        return 1 if self.offered else page_tokens // self.block_tokens
+        """How many blocks a page is in: of a state only the last one, at the page's end."""
+        return 1 if self.offered else max(1, page_tokens // self.block_tokens)
 
     def of(self, row: Sequence[int], page: int, page_tokens: int) -> Sequence[int]:
-        """The blocks of a page in a request's row; fewer if the row ends before."""
-        end = (page + 1) * page_tokens // self.block_tokens
-        return row[end - self.blocks(page_tokens) : end]
+        """The cells of a page in a request's row; fewer if the row ends before."""
+        end, cells = -(-(page + 1) * page_tokens // self.block_tokens), self.cells(page_tokens)
+        blocks = row[end - self.blocks(page_tokens) : end]
+        return [block and block * cells + page % cells for block in blocks] if cells > 1 else blocks
 
 
 def lookback_of(kind: str, page_tokens: int, window_tokens: int | None = None) -> int | None:
@@ -185,10 +194,11 @@ class BlockPlanner:
                 f"a page of {self._page} tokens cannot be named by hashes of {hash_tokens}: choose a block size that "
                 f"is a multiple of {hash_tokens} and at least {HASH_WORDS}"
             )
-        if any(self._page % group.block_tokens for group in groups):
-            raise ConfigError(f"a page of {self._page} tokens must be a whole number of blocks in every group")
+        if any(self._page % group.block_tokens and group.block_tokens % self._page for group in groups):
+            raise ConfigError(f"a page of {self._page} tokens must be whole blocks in every group, or a part of one")
         self._hashes = self._page // hash_tokens
         self._pieces = [group.blocks(self._page) for group in groups]
+        self._cells = [group.cells(self._page) for group in groups]
         self._standing: dict[str, _Standing] = {}
         self._ceiling: dict[str, int] = {}  # by request: claim no more than this, in pages, since a load failed
         self._loads: dict[int, tuple[str, int]] = {}  # by copy that loads: its request, and how many pages it has
@@ -389,7 +399,8 @@ class BlockPlanner:
         self.reasons.update(self._scheduler.core.explain(standing.lease))
 
     def _blocks(self, pool: int, handle: int) -> list[int]:
-        return [block for block in blocks_of(handle, self._pieces[pool]) if block != NULL_BLOCK]
+        cells = blocks_of(handle, self._pieces[pool])
+        return [cell // self._cells[pool] for cell in cells if cell != NULL_BLOCK]
 
     def _open(self, request: Request, salt: str | None, computed: int, read: bool) -> _Standing:
         """Open and claim a lease for a request, of which the engine has the pages before `computed`."""
@@ -427,7 +438,13 @@ class BlockPlanner:
             full = min(full, (scheduled.computed + scheduled.tokens) // self._page)
         else:
             full = min(full, standing.offered)
-        states = [offer for offer in offers if not offer.tokens % self._page and offer.tokens <= full * self._page]
+        # A state is what its name says where a step's chunk starts or ends, and nothing is known of one elsewhere.
+        ends = {scheduled.computed, scheduled.computed + scheduled.tokens} if scheduled is not None else set[int]()
+        states = [
+            offer
+            for offer in offers
+            if not offer.tokens % self._page and offer.tokens <= full * self._page and offer.tokens in ends
+        ]
         if full <= standing.offered and not states:
             return
         if full > standing.named:

@@ -45,6 +45,7 @@ from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cache.worker import CacheWorker
 from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.vllm.adapters import Adapters, Use
+from kvarve.connectors.vllm.block_layout import divided
 from kvarve.connectors.vllm.block_plan import BlockPlanner, Group, Offer, Removed, Scheduled, Stored
 from kvarve.connectors.vllm.engine_calls import Around
 from kvarve.connectors.vllm.groups import (
@@ -63,7 +64,7 @@ from kvarve.core.copies.effects import Copy, Ended, Event
 from kvarve.core.core_config import Slots
 from kvarve.core.observe.reasons import Reason
 from kvarve.errors import ConfigError
-from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of
+from kvarve.memory.engine_arena import EngineArena, Strips, block_bytes, pool_of
 from kvarve.pages.pools import ModelIdentity, Tier
 from kvarve.ranks.agreement import Votes
 from kvarve.transfer.storage_connection import CLOSE_S
@@ -132,8 +133,7 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
         self._parallel = vllm_config.parallel_config
         self._settings = ConnectorSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config, WHERE)
         check_engine(vllm_config)
-        self._page, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        self._groups = groups_of(kv_cache_config, self._page)
+        self._block, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -198,7 +198,9 @@ class SchedulerSide(KvarveConnector):
         ready = sorted(found, key=lambda each: each.rank)
         if [each.rank for each in ready] != [*range(self._parallel.world_size)]:
             raise ConfigError("vLLM passes on what the first of several connectors says: kvarve's must be the first")
-        slots = ready[0].slots
+        slots, page = ready[0].slots, ready[0].identity.page_tokens
+        assert self._kv_cache_config is not None
+        self._groups = groups_of(self._kv_cache_config, page)
         assert all(each.slots == slots for each in ready), "all workers divide their memory alike"
         storage, only_read = all(each.storage for each in ready), any(each.only_read for each in ready)
         identity = identity_of_all([each.identity for each in ready], [group.name for group in self._groups])
@@ -206,8 +208,10 @@ class SchedulerSide(KvarveConnector):
         self._votes = Votes(len(ready))
         self._seen, self._up = dict.fromkeys(range(len(ready)), 0), [True] * len(ready)
         self.planner = BlockPlanner(self.scheduler, self._groups, self._hash_tokens, tells=self._tells)
+        log.info("kvarve: a prompt can hit from %d tokens on, and then in steps of %d", page + 1, page)
         self._around.ask(meet)
         self._around.when_idle(self.go_on)
+        self._around.end_with_parent()
         self._around.watch("add_request", before=self._arrived)
         for name in ("add_lora", "remove_lora"):
             self._around.watch(name, after=self._adapters_changed)
@@ -435,23 +439,21 @@ class WorkerSide(KvarveConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         assert self._kv_cache_config is not None
-        blocks = self._kv_cache_config.num_blocks
-        pools, layers, kept = [], [], []
-        for group in self._groups:
+        blocks, pools, layers, kept = self._kv_cache_config.num_blocks, [], [], []
+        page, groups, parts = self._pages(kv_caches)
+        for group, strips in zip(groups, parts, strict=True):
+            mine = self._layers(group, kv_caches)
             spec = self._kv_cache_config.kv_cache_groups[group.number]
-            mine = {name: kv_caches[name] for name in spec.layer_names if name in kv_caches}
-            if not mine:  # another pipeline stage has its layers; a page of it is a byte here
-                mine = {"none": torch.zeros(blocks, 1, dtype=torch.uint8)}
             sizes = [block_bytes(name, tensor, blocks).shape[1] for name, tensor in mine.items()]
-            pool = pool_of(self._name(group), sizes, group.lookback, group.blocks(self._page))
+            pool = pool_of(self._name(group), sizes, group.lookback, group.blocks(page), strips)
             pools.append(replace(pool, replicated=replicated(spec.kv_cache_spec, self._vllm_config)))
             layers.append(mine)
             kept.append(layout_of(spec, mine))
         device = device_of([*kv_caches.values()])
-        identity = identity_of(self._vllm_config, pools, self._page, kept, self._settings.weights, device)
+        identity = identity_of(self._vllm_config, pools, page, kept, self._settings.weights, device)
         arenas = [
-            EngineArena(pool, mine, blocks, group.blocks(self._page))
-            for pool, mine, group in zip(pools, layers, self._groups, strict=True)
+            EngineArena(pool, mine, blocks, group.blocks(page), strips)
+            for pool, mine, group, strips in zip(pools, layers, groups, parts, strict=True)
         ]
         self._worker = CacheWorker(
             identity,
@@ -462,9 +464,29 @@ class WorkerSide(KvarveConnector):
             largest=largest_of_stages(pools),
         )
         slots = {arena.pool.name: arena.slots for arena in self._worker.host}
-        log.info(
-            "kvarve keeps pages of %d tokens in host memory, at most by group: %s (%s)", self._page, slots, identity
-        )
+        log.info("kvarve keeps pages of %d tokens in host memory, at most by group: %s (%s)", page, slots, identity)
+
+    def _pages(self, kv_caches: dict[str, Any]) -> tuple[int, tuple[Group, ...], list[Strips | None]]:
+        """The tokens of a page, the groups, and how the blocks of each are divided: as finely as vLLM's own prefixes
+        end, if all blocks that are longer can be divided so, and by whole blocks otherwise."""
+        config = self._kv_cache_config
+        assert config is not None
+        for page in (config.cache_hit_alignment_tokens or self._block, self._block):
+            groups, found = groups_of(config, page), list[Strips | None]()
+            for group in groups:
+                mine, cells = self._layers(group, kv_caches), group.cells(page)
+                found.append(divided(self._vllm_config, mine, group.block_tokens, cells) if cells > 1 else None)
+            if all(strips or group.cells(page) == 1 for group, strips in zip(groups, found, strict=True)):
+                return page, groups, found
+        raise AssertionError("a page of whole blocks is no part of one")
+
+    def _layers(self, group: Group, kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """A group's layers that are here. If another pipeline stage has all of them: a byte of each token."""
+        config = self._kv_cache_config
+        assert config is not None
+        names = config.kv_cache_groups[group.number].layer_names
+        nothing = partial(torch.zeros, config.num_blocks, group.block_tokens, dtype=torch.uint8)
+        return {name: kv_caches[name] for name in names if name in kv_caches} or {"none": nothing()}
 
     def _name(self, group: Group) -> str:
         """A stage's pages are others than those of the next one, with the same keys."""

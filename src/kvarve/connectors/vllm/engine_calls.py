@@ -6,11 +6,15 @@ remote calls, in the engine's thread, in order with all that they do.
 """
 
 import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 from vllm.v1.engine import EngineCoreRequestType
@@ -72,6 +76,13 @@ class Around:
         if isinstance(self._core, EngineCoreProc):
             self._idle = call
             threading.Thread(target=self._ring, name="kvarve beside an idle engine", daemon=True).start()
+
+    def end_with_parent(self) -> None:
+        """Have an engine in a process of its own end when the one that started it is gone, by kill -9 too: nobody can
+        ask it any more, and vLLM would leave it, its workers and all that they hold."""
+        if isinstance(self._core, EngineCoreProc) and (parent := multiprocessing.parent_process()) is not None:
+            call = partial(_outlived, parent)
+            threading.Thread(target=call, name="kvarve waits for vLLM's server", daemon=True).start()
 
     def again(self) -> None:
         self._due.set()
@@ -161,6 +172,15 @@ class Around:
         if found != self._weights or "" in (found or [""]):
             self._weights = found
             self._changed()
+
+
+def _outlived(parent: Any) -> None:
+    """End this process, as vLLM would at SIGTERM, once its parent has ended."""
+    multiprocessing.connection.wait([parent.sentinel])
+    log.warning(
+        "process %d, which this engine served, is gone: the engine ends, and with it kvarve's memory", parent.pid
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _engine_core() -> Any:

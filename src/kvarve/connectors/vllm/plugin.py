@@ -33,7 +33,9 @@ def load() -> None:
             KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     except (ImportError, AttributeError) as error:
         if asked:
-            raise SystemExit(f"kvarve cannot work with this vLLM ({error}): run `kvarve doctor`, or unset KVARVE") from None
+            raise SystemExit(
+                f"kvarve cannot work with this vLLM ({error}): run `kvarve doctor`, or unset KVARVE"
+            ) from None
         return
     if hasattr(create, "__wrapped__") and getattr(create, "by_kvarve", False):
         return
