@@ -8,72 +8,123 @@ vLLM lets an exception here end the process, which is what a wrong variable shou
 """
 
 import logging
+import math
 import os
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from kvarve.connectors import engine_defaults
+from kvarve.errors import ConfigError
 
 log = logging.getLogger("vllm.kvarve")
 
 NAME, MODULE = "KvarveConnector", "kvarve.connectors.vllm.connector"
-UNIT = 64  # tokens between the places where a hybrid's prompts can hit
+UNITS = range(16, 65)  # tokens between the places where a prompt of a hybrid can hit
 
 
 def load() -> None:
-    """May be called any number of times."""
+    """May be called any number of times. ConfigError: a variable is wrong, or this vLLM lacks what kvarve needs."""
     asked = engine_defaults.asked()
     try:
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.executor.abstract import Executor
 
-        named, create = KVTransferConfig.__post_init__, EngineArgs.create_engine_config
-        if NAME not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+        if NAME in KVConnectorFactory._registry:
+            return
+        KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+        _around(KVTransferConfig, "__post_init__", before=_role)
+        _around(EngineArgs, "create_engine_config", before=_connector if asked else _settings, after=_states)
+        _around(Executor, "get_kv_cache_specs", after=_unit)
     except (ImportError, AttributeError) as error:
         if asked:
-            raise SystemExit(
-                f"kvarve cannot work with this vLLM ({error}): run `kvarve doctor`, or unset KVARVE"
+            raise ConfigError(
+                f"kvarve cannot work with this vLLM ({error}): run kvarve doctor, or unset KVARVE"
             ) from None
-        return
-    if hasattr(create, "__wrapped__") and getattr(create, "by_kvarve", False):
-        return
-
-    @wraps(named)
-    def post_init(self: Any) -> None:
-        if self.kv_connector == NAME and self.kv_role is None:
-            self.kv_role, self.kv_load_failure_policy = "kv_both", "recompute"
-        named(self)
-
-    @wraps(create)
-    def create_engine_config(self: Any, *given: Any, **more: Any) -> Any:
-        _complete(self, asked)
-        return create(self, *given, **more)
-
-    create_engine_config.by_kvarve = True  # type: ignore[attr-defined]
-    KVTransferConfig.__post_init__ = post_init
-    EngineArgs.create_engine_config = create_engine_config
 
 
-def _complete(args: Any, asked: bool) -> None:
-    """Give an engine's arguments what they lack. ConfigError: a variable cannot be read."""
-    transfer, engines = args.kv_transfer_config, args.data_parallel_size_local or args.data_parallel_size
-    if transfer is not None:
-        if transfer.kv_connector == NAME:
-            extra = transfer.kv_connector_extra_config
-            transfer.kv_connector_extra_config = engine_defaults.completed(extra, engines)
-        return
-    if not asked:
-        return
-    if args.kv_offloading_size is not None:
-        log.warning("kvarve is left out, as --kv-offloading-size asks for another offloading")
-        return
-    if args.enable_prefix_caching is False:
-        log.warning("kvarve is left out, as --no-enable-prefix-caching turns off the hashes that name its pages")
-        return
+def _around(
+    kind: type,
+    name: str,
+    before: Callable[[Any], None] = lambda _: None,
+    after: Callable[[Any, Any], None] | None = None,
+) -> None:
+    """Have a method preceded and followed by calls with its object, and what it returned."""
+    real = getattr(kind, name)
+
+    @wraps(real)
+    def around(self: Any, *given: Any, **more: Any) -> Any:
+        before(self)
+        found = real(self, *given, **more)
+        if after is not None:
+            after(self, found)
+        return found
+
+    setattr(kind, name, around)
+
+
+def _role(transfer: Any) -> None:
+    """By its name alone the connector has the only role and policy with which it works."""
+    if transfer.kv_connector == NAME and transfer.kv_role is None:
+        transfer.kv_role, transfer.kv_load_failure_policy = "kv_both", "recompute"
+
+
+def _settings(args: Any) -> None:
+    """Give a connector that an engine's arguments name the settings that it lacks."""
+    transfer = args.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == NAME:
+        found = engine_defaults.completed(transfer.kv_connector_extra_config, _engines(args))
+        transfer.kv_connector_extra_config = found
+
+
+def _connector(args: Any) -> None:
+    """The same, and an engine whose arguments name no connector gets kvarve's. ConfigError: a variable is wrong."""
     from vllm.config import KVTransferConfig
 
-    found = engine_defaults.settings(os.environ, engines)
+    instead = {
+        "--kv-transfer-config": args.kv_transfer_config is not None,
+        "--kv-offloading-size": args.kv_offloading_size is not None,
+        "--no-enable-prefix-caching": args.enable_prefix_caching is False,
+    }
+    if any(instead.values()):
+        if args.kv_transfer_config is None or args.kv_transfer_config.kv_connector != NAME:
+            names = [name for name, given in instead.items() if given]
+            log.warning("KVARVE=1 changes nothing, as this engine has %s", " and ".join(names))
+        _settings(args)
+        return
+    found = engine_defaults.settings(os.environ, _engines(args))
     args.kv_transfer_config = KVTransferConfig(kv_connector=NAME, kv_connector_extra_config=found)
     log.info("KVARVE=1: an engine has %s", engine_defaults.said(found))
+
+
+def _engines(args: Any) -> int:
+    """How many engines of this command share the machine."""
+    return int(args.data_parallel_size_local or args.data_parallel_size)
+
+
+def _ours(config: Any) -> bool:
+    """Whether an engine has kvarve by KVARVE=1, which also sets what its user has not."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == NAME and engine_defaults.asked()
+
+
+def _states(_: Any, config: Any) -> None:
+    """Have vLLM hand over the states of each block of a hybrid, also those in the midst of answers."""
+    if _ours(config) and config.model_config.is_hybrid and config.cache_config.prefix_cache_retention_interval == 0:
+        config.cache_config.prefix_cache_retention_interval = None
+
+
+def _unit(executor: Any, specs: Any) -> None:
+    """Have prompts of a hybrid hit inside of blocks, which have hundreds of tokens: as finely as these allow, once it
+    is known how long they are."""
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    cache = executor.vllm_config.cache_config
+    found = [spec for worker in specs for spec in worker.values()]
+    kinds = {get_kv_cache_spec_kind(spec).value for spec in found}
+    if "mamba" in kinds and kinds <= {"mamba", "full_attention", "mla_attention"} and cache.prefix_match_unit is None:
+        unit = math.gcd(UNITS[-1], *(spec.block_size for spec in found))
+        if _ours(executor.vllm_config) and unit in UNITS:
+            cache.prefix_match_unit = unit
