@@ -1,6 +1,7 @@
 """What the connector takes of vLLM's configuration: what it refuses, and what keeps two engines' pages apart."""
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
     from kvarve.connectors.vllm.connector import KvarveConnector, check_engine, identity_of
     from kvarve.connectors.vllm.vllm_metrics import KvarveStats
 
+from kvarve.connectors.engine_interfaces import engines
 from kvarve.errors import ConfigError
 from kvarve.memory.engine_arena import pool_of
 
@@ -72,3 +75,8 @@ def test_beside_other_connectors_its_statistics_have_the_name_that_vllm_knows() 
     beside: Any = object.__new__(MultiConnector)
     beside._connectors = [side]
     assert [*beside.get_kv_connector_stats().data] == [KvarveConnector.__name__]
+
+
+def test_the_hooks_of_this_vllm_are_those_that_kvarve_knows() -> None:
+    """`kvarve doctor` compares any other version with the same table."""
+    assert not engines()["vllm"].problems(Path(vllm.__file__).parent)

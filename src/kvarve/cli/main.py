@@ -200,6 +200,16 @@ def models(*, options: Models = Models(), config: ConfigFile = None) -> int:
     return families.main(options)
 
 
+@app.command(
+    help_epilogue=example("kvarve doctor", "KVARVE=1 KVARVE_STORAGE=file:///var/kvarve?capacity=1TiB kvarve doctor")
+)
+def doctor() -> int:
+    """Say whether kvarve can work behind the vLLM or SGLang of this environment, and what to do if not."""
+    from kvarve.cli import doctor as checks
+
+    return checks.main()
+
+
 # --- kvarve storage: of a running server
 
 app.command(storage)
