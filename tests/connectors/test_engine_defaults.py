@@ -19,7 +19,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(engine_defaults, "free_bytes", lambda: 4 * GIB)
-    monkeypatch.setattr(engine_defaults, "host_bytes", lambda: 16 * GIB)
     monkeypatch.setattr(doctor, "TRIED", 2)
     return tmp_path
 

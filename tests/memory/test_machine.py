@@ -9,9 +9,9 @@ import torch
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.worker import check
 from kvarve.errors import ConfigError
-from kvarve.memory import machine
-from kvarve.memory.machine import host_bytes, on_host
+from kvarve.memory.machine import on_host
 from kvarve.pages.pools import BufferSpec, ModelIdentity, PoolSpec
+from kvarve.system.host import free_bytes, host_bytes
 
 ALL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 GIB, MIB = 1 << 30, 1 << 20
@@ -56,6 +56,12 @@ def test_groups_that_cannot_be_read_limit_nothing(tmp_path: Path, groups: str) -
     assert host_bytes(a_machine(tmp_path, groups)) == ALL
 
 
+def test_what_is_free_is_what_the_system_says_and_all_where_it_does_not(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:    48 kB\n")
+    assert free_bytes(tmp_path / "meminfo") == 48 << 10
+    assert free_bytes(tmp_path / "none") == host_bytes()
+
+
 def test_only_what_computes_in_host_memory_lies_there() -> None:
     assert on_host("cpu") and on_host(torch.device("mps")) and not on_host("cuda:1") and not on_host("cuda")
 
@@ -80,7 +86,7 @@ def test_more_than_a_gpu_has_is_refused_with_what_it_has(monkeypatch: pytest.Mon
 
 
 def test_a_container_s_limit_bounds_what_may_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvarve.cache.worker.host_bytes", lambda: machine.host_bytes(tmp_path))
+    monkeypatch.setattr("kvarve.cache.worker.host_bytes", lambda: host_bytes(tmp_path))
     a_machine(tmp_path, "0::/\n", memory_dot_max=str(64 * MIB))
     with pytest.raises(ConfigError, match="must be at most this machine's 64 MiB"):
         check(IDENTITY, CacheConfig(40 * MIB, 40 * MIB))

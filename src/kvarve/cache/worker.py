@@ -27,13 +27,14 @@ from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.device_memory import DeviceMemory, driver_of
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.memory.host_memory import HostMemory
-from kvarve.memory.machine import device_bytes, host_bytes, on_host
+from kvarve.memory.machine import device_bytes, on_host
 from kvarve.pages.pools import ModelIdentity, PoolSpec, Tier
 from kvarve.pages.sizes import format_size
 from kvarve.records.record import record_bytes
 from kvarve.records.seals import seal_of
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage
 from kvarve.storage.urls import allocate, backend_of, only_read, parse_urls
+from kvarve.system.host import host_bytes
 from kvarve.transfer.compression import Compressed, buffers_bytes, compressing, totals
 from kvarve.transfer.flows import LANES, Flow
 from kvarve.transfer.storage_connection import CLOSE_S, StorageConnection, open_guarded

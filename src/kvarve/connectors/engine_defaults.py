@@ -9,14 +9,13 @@ KVARVE_CONFIG=FILE        TOML, with the connector's keys, which these two varia
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kvarve.errors import ConfigError
-from kvarve.memory.machine import host_bytes
-from kvarve.pages.sizes import format_size, parse_size
+from kvarve.pages.sizes import format_size
 from kvarve.settings.values import closest
 from kvarve.storage.urls import state_folder
+from kvarve.system.host import free_bytes
 
 VARIABLES = ("KVARVE_HOST_MEMORY", "KVARVE_STORAGE", "KVARVE_CONFIG", "KVARVE_PORT")
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -54,16 +53,7 @@ def completed(given: Mapping[str, Any], engines: int = 1) -> dict[str, Any]:
 
 def default_memory() -> int:
     """A quarter of the memory that is free, in bytes."""
-    return max(GRAIN_BYTES, min(free_bytes(), host_bytes()) // 4)
-
-
-def free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """The machine's memory that programs may take now, in bytes; all that it has, where that is not known."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines())
-        return parse_size(lines["MemAvailable"].replace("kB", "KiB").strip())
-    except (OSError, KeyError, ValueError, ConfigError):
-        return host_bytes()
+    return max(GRAIN_BYTES, free_bytes() // 4)
 
 
 def default_storage() -> str:

@@ -527,7 +527,7 @@ class WorkerSide(KvarveConnector):
         return True
 
     def collect(self) -> Sequence[Event]:
-        """What has happened since the last report; it is told with the next one."""
+        """What has happened since the last report. The next one has it."""
         found, dropped = self.worker.report(), self._dropped
         found, self._dropped = found._replace(events=[*found.events, *dropped]), []
         if found.events or found.up != self._up:
