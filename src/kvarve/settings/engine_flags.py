@@ -30,10 +30,6 @@ class Flag:
         return self.fine is not None and (not self.fine or value in self.fine)
 
 
-def _in(unit: str, ours: str) -> Flag:
-    return Flag(f"in {unit}", ours, lambda value: f"{value}{unit}")
-
-
 def _only(value: str, why: str) -> Flag:
     return Flag(why, fine=(value,))
 
@@ -49,7 +45,7 @@ def _by(name: str, ours: str, values: Mapping[str, str]) -> Flag:
 _same, _no, _no_switch, _none = partial(Flag, ""), Flag, partial(Flag, switch=True), partial(Flag, several=True)
 _nothing, _always = partial(Flag, fine=()), partial(Flag, switch=True, fine=("",))
 BACKEND, EXTRA, RATIO = "--hicache-storage-backend", "--hicache-storage-backend-extra-config", "--hicache-ratio"
-HOST, TOKENS = "--hicache-size", "--max-total-tokens"
+HOST, OFFLOADED, TOKENS = "--hicache-size", "--kv-offloading-size", "--max-total-tokens"
 FRACTIONS = ("--mem-fraction-static", "--gpu-memory-utilization")
 _ITS_CACHE = "a server is its cache; a request leaves it out by skip_reading_prefix_cache"
 _PIPELINE = "a model is divided by heads (--tp), not by layers"
@@ -105,7 +101,7 @@ FLAGS: Mapping[str, Flag] = {
     "--enable-prefix-caching": _always("it is always on"),
     "--no-enable-prefix-caching": _no_switch(_ITS_CACHE),
     "--prefix-caching-hash-algo": _only("sha256", "keys are chained SHA-256"),
-    "--kv-offloading-size": _in("GiB", "--host-memory"),
+    OFFLOADED: Flag("in GiB, of all ranks together", "--host-memory"),
     "--kv-transfer-config": _no(_TIERS),
     "--kv-offloading-backend": _only("native", _TIERS),
     "--mamba-cache-mode": _nothing(_STATES),

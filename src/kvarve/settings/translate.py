@@ -16,6 +16,7 @@ from kvarve.settings.engine_flags import (
     FLAGS,
     FRACTIONS,
     HOST,
+    OFFLOADED,
     RATIO,
     SHORT,
     THEIR_CONFIG,
@@ -26,7 +27,7 @@ from kvarve.settings.engine_flags import (
 from kvarve.settings.values import closest
 
 THEIR_RATIO = "2"  # of host memory to device memory, where SGLang is given neither
-TOGETHER = (BACKEND, EXTRA, RATIO, HOST, TOKENS, *FRACTIONS)
+TOGETHER = (BACKEND, EXTRA, RATIO, HOST, OFFLOADED, TOKENS, *FRACTIONS)
 LAUNCHERS = ("sglang.launch_server", "vllm.entrypoints.openai.api_server", "serve")
 SECRET = "--api-key", "--admin-key"
 LEFT_OUT = ("SGLANG_", "VLLM_")  # variables of theirs
@@ -181,9 +182,13 @@ def _storage(theirs: dict[str, str], ours: list[str]) -> list[str]:
 
 
 def _host(device_memory: int, theirs: dict[str, str], ours: list[str]) -> list[str]:
-    """Host memory: of SGLang's, too, a size goes before a ratio, and ours before both."""
+    """Host memory of a rank: of SGLang's, too, a size goes before a ratio, and ours before both. vLLM's is of all."""
     if value_of(ours, "--host-memory") is not None:
         return []
+    if OFFLOADED in theirs:
+        size, ranks = f"{theirs[OFFLOADED]}GiB", value_of(ours, "--tp") or "1"
+        several = ranks.isdecimal() and 1 < int(ranks) < 1 << 20
+        return ["--host-memory", f"{parse_size(size) // int(ranks)}B" if several else size]
     if theirs.get(HOST):
         return ["--host-memory", FLAGS[HOST].value(theirs[HOST])]
     if not {HOST, RATIO} & {*theirs}:
