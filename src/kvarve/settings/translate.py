@@ -63,8 +63,10 @@ def command_of(text: str) -> tuple[list[str], list[str]]:
         before, flags = words[:begun], words[begun:]
         if other := [word for word in before if not _VARIABLE.match(word)]:
             got = " ".join([other[0], *(flags[:2] if flags[:1] == ["-m"] else [])])
-            what = "the command must run sglang.launch_server or vllm serve"
-            raise ConfigError(f"{what}, got {got!r}; of a container give what runs in it")
+            raise ConfigError(
+                f"the command must run sglang.launch_server or vllm serve, got {got!r}; "
+                "of a container give what runs in it"
+            )
     if flags and not flags[0].startswith("-"):  # vllm serve MODEL
         flags[:1] = ["--model", flags[0]]
     given = [word.partition("=") for word in before if _VARIABLE.match(word) and not word.startswith(LEFT_OUT)]
