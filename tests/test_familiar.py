@@ -88,6 +88,9 @@ def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
         ("--master-addr a --headless", "--dist-init-addr a:29501"),
         ("--served_model_name a_b --tp_size 2", "--served-model-name a_b --tp 2"),
         ("--max-model-len -1 --port 7", "--port 7"),
+        ("--max-model-len 32k --max-num-batched-tokens=1.5K", "--context-length 32000 --turn-tokens 1536"),
+        ("--max-model-len .k --max-num-batched-tokens K", "--context-length .k --turn-tokens K"),
+        ("--kv-cache-memory-bytes 4G", f"--device-memory {4 << 30}B"),
         ("--load-format auto --kv-cache-dtype=auto --dp-size 1 --schedule-policy lpm --trust-remote-code", ""),
     ],
 )
@@ -176,6 +179,7 @@ def test_a_command_is_printed_as_ours(text: str, capsys: pytest.CaptureFixture[s
         ("vllm serve /m --api-key=hush > log", "kvarve serve --model /m --api-key=..."),
         ("vllm serve /m --storage=redis://u:hush@h:1", "kvarve serve --model /m '--storage=redis://***@h:1'"),
         ("HF_TOKEN=hush vllm serve /m", "HF_TOKEN=... kvarve serve --model /m"),
+        ("vllm serve --port=8 -tp 2 /m", "kvarve serve --port=8 --tp 2 --model /m"),
         (
             "openai_api_key=hush A_PASSWORD_FILE=hush B_SECRET=hush M=redis://u:hush@h:1 KEYS=3 vllm serve /m",
             "openai_api_key=... A_PASSWORD_FILE=... B_SECRET=... M=redis://***@h:1 KEYS=3 kvarve serve --model /m",
@@ -205,6 +209,7 @@ def test_a_command_is_read_as_a_shell_reads_it_and_no_secret_is_printed(
             "docker run -p 8000:8000 vllm/vllm-openai --model /m",
             "the command must run sglang.launch_server or vllm serve",
         ),
+        ("vllm serve /m --served-model-name a b", "a value belongs to no option"),
         ("python -m dynamo.sglang --model-path /m", "vllm serve, got 'python -m dynamo.sglang'; of a container give"),
     ],
 )

@@ -34,6 +34,16 @@ def _only(value: str, why: str) -> Flag:
     return Flag(why, fine=(value,))
 
 
+def _count(value: str) -> str:
+    """A number as vLLM takes it, 32k (thousands) or 32K (1,024s), in digits; any other text as it is."""
+    number, unit = value[:-1], value[-1:]
+    power = "kmgt".find(unit.lower()) + 1 if unit else 0
+    given = number.partition(".")[0] + number.partition(".")[2]
+    if not power or not given.isdecimal() or len(given) > 20:
+        return value
+    return str(int(float(number) * (1024 if unit.isupper() else 1000) ** power))
+
+
 def _by(name: str, ours: str, values: Mapping[str, str]) -> Flag:
     return Flag(
         ", ".join(f"{theirs} is {here}" for theirs, here in values.items()),
@@ -120,7 +130,8 @@ FLAGS: Mapping[str, Flag] = {
         {"no_buffer": "ends", "extra_buffer": "ends,branches", "auto": "ends,branches,chunks"},
     ),
     "--chunked-prefill-size": Flag("-1 is the default of kvarve", "--turn-tokens", unset=("None", "-1")),
-    "--max-num-batched-tokens": _same("--turn-tokens"),
+    "--max-num-batched-tokens": Flag("", "--turn-tokens", _count),
+    "--kv-cache-memory-bytes": Flag("in bytes", "--device-memory", lambda value: f"{_count(value)}B"),
     "--max-running-requests": _same("--max-running"),
     "--max-num-seqs": _same("--max-running"),
     "--max-queued-requests": _same("--max-waiting"),
@@ -130,7 +141,7 @@ FLAGS: Mapping[str, Flag] = {
     ),
     # the model
     "--model-path": _same("--model"),
-    "--max-model-len": Flag("", "--context-length", unset=("None", "-1", "auto")),
+    "--max-model-len": Flag("", "--context-length", _count, unset=("None", "-1", "auto")),
     "--tokenizer": _no(_TOKENIZER),
     "--tokenizer-path": _no(_TOKENIZER),
     "--tokenizer-mode": _only("auto", _TOKENIZER),

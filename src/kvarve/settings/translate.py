@@ -103,6 +103,11 @@ def translated(
                 wrong[f"unknown option {written!r}{closest(name, [*options, *FLAGS])}"] = []
                 if has_value:
                     del left[0]
+            elif config and _is_stray(word, ours):
+                if value_of(ours, "--model") is None:  # vllm serve --port 7 MODEL
+                    ours += ["--model", word]
+                else:
+                    wrong["a value belongs to no option: give each option one"] = []
             else:
                 ours.append(f"{name}{given}{value}" if name in options else word)
             continue
@@ -145,6 +150,11 @@ def _spelled(word: str) -> tuple[str, str, str]:
     name, given, value = re.sub(r"^-O=?(?=\w)", "-O=", word).partition("=")
     name = name.partition(".")[0] if _OPTION.match(name) else name
     return SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name), given, value
+
+
+def _is_stray(word: str, ours: Sequence[str]) -> bool:
+    """Whether a word is no option, and no value of the one before it."""
+    return not (_OPTION.match(word) or (ours and _OPTION.match(ours[-1]) and "=" not in ours[-1]))
 
 
 def in_words(ours: Sequence[str], shown: Callable[[str], str], variables: Sequence[str] = ()) -> str:
