@@ -5,6 +5,7 @@ either means the same here or says why not. `translate` reads a whole command by
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +37,9 @@ def _only(value: str, why: str) -> Flag:
 
 def _count(value: str) -> str:
     """A number as vLLM takes it, 32k (thousands) or 32K (1,024s), in digits; any other text as it is."""
-    number, unit = value[:-1], value[-1:]
-    power = "kmgt".find(unit.lower()) + 1 if unit else 0
-    given = number.partition(".")[0] + number.partition(".")[2]
-    if not power or not given.isdecimal() or len(given) > 20:
+    if not (found := re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([kmgtKMGT])", value)):
         return value
-    return str(int(float(number) * (1024 if unit.isupper() else 1000) ** power))
+    return str(int(float(found[1]) * (1024 if found[2].isupper() else 1000) ** ("kmgt".index(found[2].lower()) + 1)))
 
 
 def _by(name: str, ours: str, values: Mapping[str, str]) -> Flag:

@@ -10,20 +10,8 @@ from typing import Protocol
 
 from kvarve.errors import ConfigError, KvarveError
 from kvarve.pages.sizes import parse_size
-from kvarve.settings.engine_flags import (
-    BACKEND,
-    EXTRA,
-    FLAGS,
-    FRACTIONS,
-    HOST,
-    OFFLOADED,
-    RATIO,
-    SHORT,
-    THEIR_CONFIG,
-    TOKENS,
-    flag_of,
-    storage_url,
-)
+from kvarve.settings import engine_flags
+from kvarve.settings.engine_flags import BACKEND, EXTRA, FLAGS, FRACTIONS, HOST, OFFLOADED, RATIO, TOKENS, flag_of
 from kvarve.settings.values import closest
 
 THEIR_RATIO = "2"  # of host memory to device memory, where SGLang is given neither
@@ -89,7 +77,7 @@ def translated(
     theirs, other code finds what is unknown.
     """
     left, ours, wrong = [*words], list[str](), dict[str, list[str]]()  # by what is wrong, the flags of which it is
-    config = THEIR_CONFIG if foreign else None
+    config = engine_flags.THEIR_CONFIG if foreign else None
     foreign = foreign or any(flag_of(_spelled(word)[0]) for word in left)
     theirs: dict[str, str] = {}  # of those that mean something together
     while left:
@@ -149,7 +137,7 @@ def _spelled(word: str) -> tuple[str, str, str]:
     """An option's name as their parsers read it, and its value: of --max_model_len=8, -tp, -O3, or -cc.mode=3."""
     name, given, value = re.sub(r"^-O=?(?=\w)", "-O=", word).partition("=")
     name = name.partition(".")[0] if _OPTION.match(name) else name
-    return SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name), given, value
+    return engine_flags.SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name), given, value
 
 
 def _is_stray(word: str, ours: Sequence[str]) -> bool:
@@ -190,7 +178,7 @@ def _storage(theirs: dict[str, str], ours: list[str]) -> list[str]:
             extra = Path(extra[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as e:
             raise ConfigError(f"{EXTRA}: {extra[1:]} cannot be read: {getattr(e, 'strerror', None) or e}") from None
-    return ["--storage", storage_url(theirs[BACKEND], extra)]
+    return ["--storage", engine_flags.storage_url(theirs[BACKEND], extra)]
 
 
 def _host(device_memory: int, theirs: dict[str, str], ours: list[str]) -> list[str]:
