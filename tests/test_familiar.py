@@ -60,6 +60,7 @@ def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
         ("--max-model-len 4096 --max-num-seqs 8", "--context-length 4096 --max-running 8"),
         ("--hicache-size 30", "--host-memory 30GB"),
         ("--kv-offloading-size 4", "--host-memory 4GiB"),
+        ("--kv-offloading-size 4 -tp 8", f"--tp 8 --host-memory {1 << 29}B"),
         ("--hicache-ratio 2", f"--host-memory {DEVICE * 2}B"),
         ("--hicache-ratio 1.5 --device-memory 1GiB", f"--device-memory 1GiB --host-memory {3 << 29}B"),
         ("--device-memory=1GiB --hicache-ratio=0", "--device-memory=1GiB --host-memory 0B"),
@@ -82,6 +83,14 @@ def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
             "--storage mooncake://m:1",
         ),
         ("--port 7 --model x", "--port 7 --model x"),
+        ("--max_model_len 4096 --tensor_parallel_size=2 --kv_cache_dtype auto", "--context-length 4096 --tp 2"),
+        ("-tp 2 -pp 1 -dp=1 -n 2 -r 0 -ep -O3 -O 2 -O.mode=3 -cc.mode 3", "--tp 2 --nnodes 2 --node-rank 0"),
+        ("--master-addr a --headless", "--dist-init-addr a:29501"),
+        ("--served_model_name a_b --tp_size 2", "--served-model-name a_b --tp 2"),
+        ("--max-model-len -1 --port 7", "--port 7"),
+        ("--max-model-len 32k --max-num-batched-tokens=1.5K", "--context-length 32000 --turn-tokens 1536"),
+        ("--max-model-len .k --max-num-batched-tokens K", "--context-length .k --turn-tokens K"),
+        ("--kv-cache-memory-bytes 4G", f"--device-memory {4 << 30}B"),
         ("--load-format auto --kv-cache-dtype=auto --dp-size 1 --schedule-policy lpm --trust-remote-code", ""),
     ],
 )
@@ -121,14 +130,33 @@ def test_all_that_is_wrong_with_a_command_is_said_at_once_with_the_command_that_
     assert left == "without them: kvarve serve --tp 2 --api-key ...", "and no key is shown"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ("--seed --port 1", "--seed needs a value"),
+        ("--port 1 --seed -tp 2", "--seed needs a value; without them: kvarve serve --port 1 --tp 2"),
+        ("--dp 8 --enable-dp-attention", "--dp 8, --enable-dp-attention are not supported: start several servers"),
+        ("-dp 8 --data-parallel-address a", "-dp 8, --data-parallel-address a are not supported: start several"),
+        ("--speculative-algo EAGLE --speculative-x", "--speculative-algo EAGLE, --speculative-x are not supported: "),
+        ("--speculative-config.method mtp", "--speculative-config.method mtp is not supported: there is no specul"),
+        ("-q fp8 -v 3", "-q fp8 is not supported: how weights are quantized is read from the checkpoint; unknown "),
+        ("--tp_size 2 --gpus all", "unknown option '--gpus'; without them: kvarve serve --tp 2"),
+    ],
+)
+def test_flags_are_read_as_the_engines_read_them_and_a_reason_is_said_once(theirs: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ours(*theirs.split())
+    assert str(caught.value).startswith(told)
+
+
 @pytest.mark.parametrize("published", COMMANDS)
 def test_a_published_command_is_one_of_ours(published: dict[str, str]) -> None:
     variables, flags = command_of(published["theirs"])
     try:
-        found = in_words(ours(*flags, on=Machine(gpu=False, known=False))[0], shown)
+        found = in_words(ours(*flags, on=Machine(gpu=False, known=False))[0], shown, variables)
     except ConfigError as e:
         found = str(e)
-    assert " ".join([*variables, found]) == published["ours"]
+    assert found == published["ours"]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +178,13 @@ def test_a_command_is_printed_as_ours(text: str, capsys: pytest.CaptureFixture[s
         ("A='b c' vllm serve /m --api-key ab#cd | tee log", "A='b c' kvarve serve --model /m --api-key ..."),
         ("vllm serve /m --api-key=hush > log", "kvarve serve --model /m --api-key=..."),
         ("vllm serve /m --storage=redis://u:hush@h:1", "kvarve serve --model /m '--storage=redis://***@h:1'"),
+        ("HF_TOKEN=hush vllm serve /m", "HF_TOKEN=... kvarve serve --model /m"),
+        ("vllm serve --port=8 -tp 2 /m", "kvarve serve --port=8 --tp 2 --model /m"),
+        (
+            "openai_api_key=hush A_PASSWORD_FILE=hush B_SECRET=hush M=redis://u:hush@h:1 KEYS=3 vllm serve /m",
+            "openai_api_key=... A_PASSWORD_FILE=... B_SECRET=... M=redis://***@h:1 KEYS=3 kvarve serve --model /m",
+        ),
+        ("vllm serve $MODEL --port ${PORT} &", 'kvarve serve --model "$MODEL" --port "${PORT}"'),
     ],
 )
 def test_a_command_is_read_as_a_shell_reads_it_and_no_secret_is_printed(
@@ -158,8 +193,29 @@ def test_a_command_is_read_as_a_shell_reads_it_and_no_secret_is_printed(
     assert main(["config", "from-vllm", text]) == 0
     assert capsys.readouterr().out.strip() == told
     assert main(["config", "from-vllm", "vllm serve /m --hf-token hush"]) == 2, "also if no other flag is known"
+    assert main(["config", "from-vllm", "docker run -e HF_TOKEN=hush vllm/vllm-openai --model /m"]) == 2
     assert main(["serve", "--storage=redis://u:hush@h:1", "--tp-size", "2", "--enable-lora"]) == 2
     assert "hush" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "vllm serve /m --config serve.yaml --port 7",
+            "--config serve.yaml is not supported: it is a file of that engine",
+        ),
+        (
+            "docker run -p 8000:8000 vllm/vllm-openai --model /m",
+            "the command must run sglang.launch_server or vllm serve",
+        ),
+        ("vllm serve /m --served-model-name a b", "a value belongs to no option"),
+        ("python -m dynamo.sglang --model-path /m", "vllm serve, got 'python -m dynamo.sglang'; of a container give"),
+    ],
+)
+def test_what_is_no_command_of_a_server_is_said(text: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "from-vllm", text]) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -178,6 +234,7 @@ def test_a_command_is_read_as_a_shell_reads_it_and_no_secret_is_printed(
             "--hicache-write-policy later",
             "hicache_write_policy must be one of write_through, write_through_selective, ",
         ),
+        ("--kv-offloading-size many -tp 2", "manyGiB"),
         ("--hicache-ratio two", "--hicache-ratio must be a number, got 'two'"),
         ("--hicache-ratio 1/0", "--hicache-ratio must be a number, got '1/0'"),
         ("--hicache-ratio 1e99999999", "--hicache-ratio must be a ratio of host memory"),

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from doc_blocks import ROOT
 from kvarve.connectors.engine_settings import ConnectorSettings, HiCacheSettings, TierSettings
 from kvarve.errors import ConfigError
+from kvarve.settings.values import settings_of
 
 URL = "file:///var/kvarve?capacity=10GiB"
 MORE = "memory://m?capacity=1GiB"
@@ -22,6 +24,15 @@ def test_a_connectors_names_are_those_of_kvarves_settings() -> None:
     assert found.cache.storages == tuple(urls)
     assert {name: getattr(found.cache.policies, name) for name in policies} == policies
     assert connector({"host_memory": 1 << 20}).cache.storages == ()
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"), [("vllm", ConnectorSettings), ("vllm", TierSettings), ("sglang", HiCacheSettings)]
+)
+def test_each_key_of_an_engines_config_has_a_row_on_its_page(page: str, kind: Any) -> None:
+    rows = (ROOT / "docs" / f"{page}.md").read_text().split("## Settings")
+    wanted = {f"`{name}`" for name in settings_of(kind)}
+    assert any(all(name in part.partition("\n## ")[0] for name in wanted) for part in rows[1:])
 
 
 def test_one_url_of_a_tier_is_enough_and_several_are_tiers() -> None:

@@ -122,7 +122,7 @@ class _Measures:
 def _translated(words: Sequence[str], foreign: bool = False) -> list[str]:
     """The words of `kvarve serve` or `config show`, of which some may be another engine's; or (`foreign`) all are."""
     arguments = app["config"]["show"].assemble_argument_collection()
-    known = {name for each in arguments for name in each.names} | {"--help", "--version"}
+    known = {name for each in arguments for name in each.names} | {"--help", "-h", "--version"}
 
     def note(text: str) -> None:
         print(f"kvarve: {text}", file=sys.stderr)
@@ -277,7 +277,7 @@ config.command(
 
 def _from(command: Annotated[str, Parameter(name="COMMAND", help="Command in quotes, with its variables")], /) -> None:
     variables, flags = command_of(command)
-    print(" ".join([*variables, in_words(_translated(flags, foreign=True), shown)]))
+    print(in_words(_translated(flags, foreign=True), shown, variables))
 
 
 for _engine, _theirs in (("sglang", "python -m sglang.launch_server"), ("vllm", "vllm serve")):

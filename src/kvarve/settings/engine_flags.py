@@ -5,6 +5,7 @@ either means the same here or says why not. `translate` reads a whole command by
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,17 +25,21 @@ class Flag:
     switch: bool = False  # it takes no value
     fine: tuple[str, ...] | None = None  # values that change nothing here, () for all of them; "" is a switch
     unset: tuple[str, ...] = ("None",)  # values that mean there that nothing was given
+    several: bool = False  # it stands for all that begin like it, with a value or without
 
     def allows(self, value: str) -> bool:
         return self.fine is not None and (not self.fine or value in self.fine)
 
 
-def _in(unit: str, ours: str) -> Flag:
-    return Flag(f"in {unit}", ours, lambda value: f"{value}{unit}")
-
-
 def _only(value: str, why: str) -> Flag:
     return Flag(why, fine=(value,))
+
+
+def _count(value: str) -> str:
+    """A number as vLLM takes it, 32k (thousands) or 32K (1,024s), in digits; any other text as it is."""
+    if not (found := re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([kmgtKMGT])", value)):
+        return value
+    return str(int(float(found[1]) * (1024 if found[2].isupper() else 1000) ** ("kmgt".index(found[2].lower()) + 1)))
 
 
 def _by(name: str, ours: str, values: Mapping[str, str]) -> Flag:
@@ -45,10 +50,10 @@ def _by(name: str, ours: str, values: Mapping[str, str]) -> Flag:
     )
 
 
-_same, _no, _no_switch = partial(Flag, ""), Flag, partial(Flag, switch=True)
+_same, _no, _no_switch, _none = partial(Flag, ""), Flag, partial(Flag, switch=True), partial(Flag, several=True)
 _nothing, _always = partial(Flag, fine=()), partial(Flag, switch=True, fine=("",))
 BACKEND, EXTRA, RATIO = "--hicache-storage-backend", "--hicache-storage-backend-extra-config", "--hicache-ratio"
-HOST, TOKENS = "--hicache-size", "--max-total-tokens"
+HOST, OFFLOADED, TOKENS = "--hicache-size", "--kv-offloading-size", "--max-total-tokens"
 FRACTIONS = ("--mem-fraction-static", "--gpu-memory-utilization")
 _ITS_CACHE = "a server is its cache; a request leaves it out by skip_reading_prefix_cache"
 _PIPELINE = "a model is divided by heads (--tp), not by layers"
@@ -62,6 +67,26 @@ _CONSTRAINED = "answers cannot be constrained here: run kvarve behind vLLM or SG
 _DRAFTS = "there is no speculative decoding here: run kvarve behind vLLM or SGLang"
 _REASONING = "reasoning stays in the answer's text"
 _TOKENIZER = "the tokenizer is the one in the model's folder"
+_TIERS = "the tiers are kvarve's own: --host-memory and --storage"
+_STATES = "--keep-states says where states are kept"
+_EXPERTS = "experts are divided among the ranks of --tp"
+_POOLS = "each kind of layer has a pool of its own"
+_CHUNKS = "prompts are always computed in chunks"
+_SMALL = "pages have the model's own type"
+THEIR_CONFIG = Flag("it is a file of that engine, which is not read: give its settings as flags")
+# vLLM's short forms.
+SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-q": "--quantization",
+    "-O": "--compilation-config",
+    "-cc": "--compilation-config",
+    "-sc": "--speculative-config",
+}
 
 FLAGS: Mapping[str, Flag] = {
     # SGLang's cache
@@ -84,11 +109,15 @@ FLAGS: Mapping[str, Flag] = {
     "--enable-prefix-caching": _always("it is always on"),
     "--no-enable-prefix-caching": _no_switch(_ITS_CACHE),
     "--prefix-caching-hash-algo": _only("sha256", "keys are chained SHA-256"),
-    "--kv-offloading-size": _in("GiB", "--host-memory"),
-    "--kv-transfer-config": _no("the tiers are kvarve's own: --host-memory and --storage"),
-    "--kv-cache-dtype": _only(
-        "auto", "pages have the model's own type; ?compress=auto of a --storage makes them small"
-    ),
+    OFFLOADED: Flag("in GiB, of all ranks together", "--host-memory"),
+    "--kv-transfer-config": _no(_TIERS),
+    "--kv-offloading-backend": _only("native", _TIERS),
+    "--mamba-cache-mode": _nothing(_STATES),
+    "--mamba-block-size": _nothing(_STATES),
+    **dict.fromkeys(("--mamba-cache-dtype", "--mamba-ssm-cache-dtype", "--mamba-ssm-dtype"), _only("auto", _SMALL)),
+    "--disable-hybrid-kv-cache-manager": _no_switch(_POOLS),
+    "--no-disable-hybrid-kv-cache-manager": _always(_POOLS),
+    "--kv-cache-dtype": _only("auto", f"{_SMALL}; ?compress=auto of a --storage makes them small"),
     # memory and batches
     **dict.fromkeys(FRACTIONS, Flag(_BYTES, "--device-memory")),
     TOKENS: Flag("in tokens: the model says how many bytes that is", "--device-memory"),
@@ -99,7 +128,8 @@ FLAGS: Mapping[str, Flag] = {
         {"no_buffer": "ends", "extra_buffer": "ends,branches", "auto": "ends,branches,chunks"},
     ),
     "--chunked-prefill-size": Flag("-1 is the default of kvarve", "--turn-tokens", unset=("None", "-1")),
-    "--max-num-batched-tokens": _same("--turn-tokens"),
+    "--max-num-batched-tokens": Flag("", "--turn-tokens", _count),
+    "--kv-cache-memory-bytes": Flag("in bytes", "--device-memory", lambda value: f"{_count(value)}B"),
     "--max-running-requests": _same("--max-running"),
     "--max-num-seqs": _same("--max-running"),
     "--max-queued-requests": _same("--max-waiting"),
@@ -109,9 +139,10 @@ FLAGS: Mapping[str, Flag] = {
     ),
     # the model
     "--model-path": _same("--model"),
-    "--max-model-len": Flag("", "--context-length", unset=("None", "-1", "auto")),
+    "--max-model-len": Flag("", "--context-length", _count, unset=("None", "-1", "auto")),
     "--tokenizer": _no(_TOKENIZER),
     "--tokenizer-path": _no(_TOKENIZER),
+    "--tokenizer-mode": _only("auto", _TOKENIZER),
     "--trust-remote-code": _always("no code of a checkpoint is ever run"),
     "--quantization": _no("how weights are quantized is read from the checkpoint"),
     "--load-format": _only("auto", "weights are read from *.safetensors"),
@@ -120,10 +151,14 @@ FLAGS: Mapping[str, Flag] = {
     # ranks
     "--tp-size": _same("--tp"),
     "--tensor-parallel-size": _same("--tp"),
-    "--dp-size": _only("1", _SERVERS),
-    "--data-parallel-size": _only("1", _SERVERS),
-    "--pp-size": _only("1", _PIPELINE),
-    "--pipeline-parallel-size": _only("1", _PIPELINE),
+    **dict.fromkeys(("--dp", "--dp-size", "--data-parallel-size"), _only("1", _SERVERS)),
+    "--data-parallel-*": _none(_SERVERS),
+    "--enable-dp-attention": _no_switch(_SERVERS),
+    **dict.fromkeys(("--pp", "--pp-size", "--pipeline-parallel-size"), _only("1", _PIPELINE)),
+    **dict.fromkeys(("--ep", "--ep-size", "--expert-parallel-size"), _nothing(_EXPERTS)),
+    "--enable-expert-parallel": _always(_EXPERTS),
+    "--master-addr": Flag("with vLLM's port 29501", "--dist-init-addr", lambda value: f"{value}:29501"),
+    "--headless": _always("--node-rank says which machine answers"),
     # who may ask
     "--ssl-certfile": _same("--tls-cert"),
     "--ssl-keyfile": _same("--tls-key"),
@@ -140,13 +175,16 @@ FLAGS: Mapping[str, Flag] = {
     "--tool-call-parser": _nothing(_TOOLS),
     "--enable-auto-tool-choice": _always(_TOOLS),
     "--reasoning-parser": _nothing(_REASONING),
+    "--reasoning-parser-plugin": _nothing(_REASONING),
+    "--language-model-only": _always("of a model with images its text part alone is served"),
     "--enable-reasoning": _always(_REASONING),
     # how they compute and start
     "--attention-backend": _nothing(_KERNELS),
     "--decode-attention-backend": _nothing(_KERNELS),
     "--prefill-attention-backend": _nothing(_KERNELS),
     "--sampling-backend": _nothing(_KERNELS),
-    "--cuda-graph-max-bs": _nothing(_KERNELS),
+    "--cuda-graph-*": Flag(_KERNELS, fine=(), several=True),
+    "--max-cudagraph-capture-size": _nothing(_KERNELS),
     "--disable-cuda-graph": _always(_KERNELS),
     "--enforce-eager": _always(_KERNELS),
     "--compilation-config": _nothing(_KERNELS),
@@ -158,13 +196,21 @@ FLAGS: Mapping[str, Flag] = {
     "--watchdog-timeout": _nothing(_START),
     "--distributed-executor-backend": _nothing(_START),
     "--dist-timeout": _same("--rank-deadline-s"),
-    "--enable-chunked-prefill": _always("prompts are always computed in chunks"),
+    "--enable-chunked-prefill": _always(_CHUNKS),
+    "--no-enable-chunked-prefill": _no_switch(_CHUNKS),
     "--disable-log-stats": _always("/metrics is always on"),
     "--grammar-backend": _no(_CONSTRAINED),
     "--structured-outputs-config": _no(_CONSTRAINED),
-    "--speculative-algorithm": _no(_DRAFTS),
-    "--speculative-config": _no(_DRAFTS),
+    "--speculative-*": _none(_DRAFTS),
+    "--disaggregation-*": _none("a server prefills and decodes; kv_transfer_params hands a prompt over: docs/http.md"),
 }
+
+
+def flag_of(name: str) -> Flag | None:
+    """What is known of a flag by its name; None if it is not one of theirs."""
+    if name in FLAGS or not name.startswith("--"):
+        return FLAGS.get(name)
+    return next((flag for begin, flag in FLAGS.items() if flag.several and name.startswith(begin[:-1])), None)
 
 
 # --- policies

@@ -10,16 +10,20 @@ from typing import Protocol
 
 from kvarve.errors import ConfigError, KvarveError
 from kvarve.pages.sizes import parse_size
-from kvarve.settings.engine_flags import BACKEND, EXTRA, FLAGS, FRACTIONS, HOST, RATIO, TOKENS, storage_url
+from kvarve.settings import engine_flags
+from kvarve.settings.engine_flags import BACKEND, EXTRA, FLAGS, FRACTIONS, HOST, OFFLOADED, RATIO, TOKENS, flag_of
 from kvarve.settings.values import closest
 
 THEIR_RATIO = "2"  # of host memory to device memory, where SGLang is given neither
-TOGETHER = (BACKEND, EXTRA, RATIO, HOST, TOKENS, *FRACTIONS)
+TOGETHER = (BACKEND, EXTRA, RATIO, HOST, OFFLOADED, TOKENS, *FRACTIONS)
 LAUNCHERS = ("sglang.launch_server", "vllm.entrypoints.openai.api_server", "serve")
 SECRET = "--api-key", "--admin-key"
 LEFT_OUT = ("SGLANG_", "VLLM_")  # variables of theirs
 _SHELL = re.compile("#|[|;&]+$|[0-9&]?>")  # a comment, or another command behind this one
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*=")
+_OPTION = re.compile("--?[A-Za-z]")  # and no negative number
+_SECRET = re.compile("(TOKEN|KEY)$|PASSWORD|SECRET", re.IGNORECASE)  # in a variable's name
+_UNSET = re.compile(r"[\w/.:{}-]*\$\{?\w[\w/.:${}-]*")  # a word with a variable that the shell has not set yet
 
 
 class Measures(Protocol):
@@ -34,7 +38,7 @@ class Measures(Protocol):
 
 def command_of(text: str) -> tuple[list[str], list[str]]:
     """The variables that are not theirs, and the flags, of a command as people write it: "A=b vllm serve MODEL --x 2".
-    ConfigError if its quotes do not match."""
+    ConfigError if its quotes do not match, or if it is a command of something else."""
     try:
         words = shlex.split(re.sub(r"\\\r?\n", "", text))  # lines that go on
     except ValueError as e:
@@ -45,6 +49,12 @@ def command_of(text: str) -> tuple[list[str], list[str]]:
     if not begun:  # flags alone, or behind variables
         begun = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
         before, flags = words[:begun], words[begun:]
+        if other := [word for word in before if not _VARIABLE.match(word)]:
+            got = " ".join([other[0], *(flags[:2] if flags[:1] == ["-m"] else [])])
+            raise ConfigError(
+                f"the command must run sglang.launch_server or vllm serve, got {got!r}; "
+                "of a container give what runs in it"
+            )
     if flags and not flags[0].startswith("-"):  # vllm serve MODEL
         flags[:1] = ["--model", flags[0]]
     given = [word.partition("=") for word in before if _VARIABLE.match(word) and not word.startswith(LEFT_OUT)]
@@ -66,25 +76,34 @@ def translated(
     ConfigError names all flags that are refused or unknown, and the command that is left; of one without a flag of
     theirs, other code finds what is unknown.
     """
-    left, ours, wrong = [*words], list[str](), list[str]()
-    foreign = foreign or any(word.partition("=")[0] in FLAGS for word in left)
+    left, ours, wrong = [*words], list[str](), dict[str, list[str]]()  # by what is wrong, the flags of which it is
+    config = engine_flags.THEIR_CONFIG if foreign else None
+    foreign = foreign or any(flag_of(_spelled(word)[0]) for word in left)
     theirs: dict[str, str] = {}  # of those that mean something together
     while left:
         word = left.pop(0)
-        name, given, value = word.partition("=")
-        flag = FLAGS.get(name)
+        written = word.partition("=")[0]
+        name, given, value = _spelled(word)
+        flag = config if name == "--config" else flag_of(name)
+        has_value = bool(left) and not given and not _OPTION.match(left[0])
         if flag is None:
-            if foreign and name.startswith("--") and name not in options:
-                wrong.append(f"unknown option {name!r}{closest(name, [*options, *FLAGS])}")
-                if left and not given and not left[0].startswith("-"):
+            if foreign and _OPTION.match(word) and name not in options:
+                wrong[f"unknown option {written!r}{closest(name, [*options, *FLAGS])}"] = []
+                if has_value:
                     del left[0]
+            elif config and _is_stray(word, ours):
+                if value_of(ours, "--model") is None:  # vllm serve --port 7 MODEL
+                    ours += ["--model", word]
+                else:
+                    wrong["a value belongs to no option: give each option one"] = []
             else:
-                ours.append(word)
+                ours.append(f"{name}{given}{value}" if name in options else word)
             continue
         if not given and not flag.switch:
-            if not left:
-                raise ConfigError(f"{name} needs a value")
-            value = left.pop(0)
+            if not has_value and not flag.several:
+                wrong[f"{written} needs a value"] = []
+                continue
+            value = left.pop(0) if has_value else ""
         if value in flag.unset and not flag.switch:
             theirs |= {name: ""} if name == HOST and value == "0" else {}
         elif name in TOGETHER:
@@ -93,26 +112,45 @@ def translated(
             try:
                 ours += [flag.ours, flag.value(value)]
             except ConfigError as e:
-                wrong.append(str(e))
+                wrong[str(e)] = []
         elif flag.allows(value):
-            note(f"{name} changes nothing here: {flag.why}")
+            note(f"{written} changes nothing here: {flag.why}")
         else:
-            asked = "" if flag.switch or value.startswith("{") else f" {value[:40]}"  # JSON may have a password
-            wrong.append(f"{name}{asked} is not supported: {flag.why}")
+            asked = "" if not value or value.startswith("{") else f" {value[:40]}"  # JSON may have a password
+            wrong.setdefault(f"not supported: {flag.why}", []).append(f"{written}{asked}")
     for part in (_storage, partial(_device, measures, note), partial(_host, device_memory)):
         try:
             ours += part(theirs, ours)
         except ConfigError as e:
-            wrong.append(str(e))
+            wrong[str(e)] = []
     if wrong:
+        told = [
+            f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} {what}" if names else what
+            for what, names in wrong.items()
+        ]
         rest = f"; without them: {in_words(ours, shown)}" if foreign and len(ours) else ""
-        raise ConfigError("; ".join(wrong) + rest)
+        raise ConfigError("; ".join(told) + rest)
     return ours
 
 
-def in_words(ours: Sequence[str], shown: Callable[[str], str]) -> str:
+def _spelled(word: str) -> tuple[str, str, str]:
+    """An option's name as their parsers read it, and its value: of --max_model_len=8, -tp, -O3, or -cc.mode=3."""
+    name, given, value = re.sub(r"^-O=?(?=\w)", "-O=", word).partition("=")
+    name = name.partition(".")[0] if _OPTION.match(name) else name
+    return engine_flags.SHORT.get(name, name.replace("_", "-") if name.startswith("--") else name), given, value
+
+
+def _is_stray(word: str, ours: Sequence[str]) -> bool:
+    """Whether a word is no option, and no value of the one before it."""
+    return not (_OPTION.match(word) or (ours and _OPTION.match(ours[-1]) and "=" not in ours[-1]))
+
+
+def in_words(ours: Sequence[str], shown: Callable[[str], str], variables: Sequence[str] = ()) -> str:
     """A command of `kvarve serve` for people: no key and no password is in it."""
-    told = ["kvarve", "serve"]
+    told = list[str]()
+    for name, _, value in (each.partition("=") for each in variables):
+        told.append(f"{name}={'...' if _SECRET.search(name) else shown(value) if '://' in value else value}")
+    told += ["kvarve", "serve"]
     for before, word in zip(("", *ours), ours, strict=False):
         name, given, value = word.partition("=")
         if before in SECRET:
@@ -120,10 +158,10 @@ def in_words(ours: Sequence[str], shown: Callable[[str], str]) -> str:
         elif name in SECRET and given:
             told.append(f"{name}=...")
         elif "://" in word:
-            told.append(f"{name}={shown(value)}" if word.startswith("--") else shown(word))
+            told.append(shlex.quote(f"{name}={shown(value)}" if word.startswith("--") else shown(word)))
         else:
-            told.append(word)
-    return shlex.join(told)
+            told.append(f'"{word}"' if _UNSET.fullmatch(word) else shlex.quote(word))
+    return " ".join(told)
 
 
 # --- what flags of theirs mean beside others
@@ -140,13 +178,17 @@ def _storage(theirs: dict[str, str], ours: list[str]) -> list[str]:
             extra = Path(extra[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as e:
             raise ConfigError(f"{EXTRA}: {extra[1:]} cannot be read: {getattr(e, 'strerror', None) or e}") from None
-    return ["--storage", storage_url(theirs[BACKEND], extra)]
+    return ["--storage", engine_flags.storage_url(theirs[BACKEND], extra)]
 
 
 def _host(device_memory: int, theirs: dict[str, str], ours: list[str]) -> list[str]:
-    """Host memory: of SGLang's, too, a size goes before a ratio, and ours before both."""
+    """Host memory of a rank: of SGLang's, too, a size goes before a ratio, and ours before both. vLLM's is of all."""
     if value_of(ours, "--host-memory") is not None:
         return []
+    if OFFLOADED in theirs:
+        size, ranks = f"{theirs[OFFLOADED]}GiB", value_of(ours, "--tp") or "1"
+        several = ranks.isdecimal() and 1 < int(ranks) < 1 << 20
+        return ["--host-memory", f"{parse_size(size) // int(ranks)}B" if several else size]
     if theirs.get(HOST):
         return ["--host-memory", FLAGS[HOST].value(theirs[HOST])]
     if not {HOST, RATIO} & {*theirs}:

@@ -68,8 +68,9 @@ def form_of(hint: Any) -> Form:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f": did you mean {close[0]}?" if close else ""
+    names = {name.lstrip("-"): name for name in known}  # hyphens alone are no likeness
+    close = difflib.get_close_matches(word.lstrip("-"), names, n=1)
+    return f": did you mean {names[close[0]]}?" if close else ""
 
 
 def settings_of(kind: Any) -> dict[str, Form]:
