@@ -10,7 +10,7 @@ from typing import Any
 from prints import Prints
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm_recorder import Recorder
+from vllm_recorder import Recorder, shifted
 
 from kvarve.testing import FaultyStorage
 from kvarve.transfer import storage_connection
@@ -64,6 +64,10 @@ class RankWorker:
             storage.stall("get")
         else:  # it has lost the first page that it stored
             storage.inner.delete(storage.puts[0][:1])
+
+    def shift(self, by: float) -> None:
+        """Change weights that the keys and values of all layers follow from."""
+        shifted(self, by)
 
     def recover(self) -> None:
         for storage in STORAGES:

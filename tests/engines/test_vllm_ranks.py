@@ -26,6 +26,7 @@ PLACES = [
     if (model, layout) != ("qwen3_one_head", "pp")
 ]
 LONG, TAIL = prompt(1300, 1), prompt(1200, 2)
+ROUNDS, PROMPTS = 20, [prompt(300, 11), prompt(300, 12)]
 Start = Callable[..., VllmProcess]
 
 
@@ -62,8 +63,10 @@ def begin(start: Start, place: tuple[str, str], tmp_path_factory: pytest.TempPat
 def alone(begin: Start, place: tuple[str, str]) -> dict[str, Any]:
     """What the engine answers without kvarve."""
     engine = begin("plain")
-    found = {"cold": engine.ask(LONG), "device": engine.ask(LONG)}
+    found: dict[str, Any] = {"cold": engine.ask(LONG), "device": engine.ask(LONG)}
     found |= {"longer": engine.ask(LONG + TAIL)}
+    if place == SHORT[0]:
+        found["rollouts"] = engine.call("rollouts", rounds=ROUNDS, prompts=PROMPTS)
     engine.close()
     return found
 
@@ -109,7 +112,7 @@ def test_what_all_ranks_hold_is_stored_once_and_what_each_has_a_part_of_by_each(
     assert about["objects"] == [stored * each] * 2, "a storage counts the objects of one stage"
 
 
-@pytest.mark.parametrize("how", ["lost", "dead", "stall"])
+@pytest.mark.parametrize("how", ["lost", "stall", pytest.param("dead", marks=pytest.mark.long)])
 def test_trouble_of_one_ranks_storage_costs_hits_only(engine: VllmProcess, alone: dict[str, Any], how: str) -> None:
     engine.call("forget")
     engine.call("fault", rank=1, how=how)
@@ -121,6 +124,18 @@ def test_trouble_of_one_ranks_storage_costs_hits_only(engine: VllmProcess, alone
     sound(engine)
 
 
+def test_a_loop_of_training_gets_each_answer_from_the_weights_of_its_round(
+    engine: VllmProcess, alone: dict[str, Any], place: tuple[str, str]
+) -> None:
+    if place != SHORT[0]:
+        pytest.skip("once")
+    for found, expected in zip(engine.call("rollouts", rounds=ROUNDS, prompts=PROMPTS), alone["rollouts"], strict=True):
+        assert all(map(same, found, expected))
+        assert [each["cached"] for each in found] == [0, 0, 256, 256]
+    assert engine.about()["wrong"] == []
+
+
+@pytest.mark.long
 def test_pages_survive_a_restart(begin: Start, engine: VllmProcess, alone: dict[str, Any]) -> None:
     engine.call("forget")
     other = begin("connector")

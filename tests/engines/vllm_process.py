@@ -15,18 +15,12 @@ from typing import Any
 
 from engine_commands import SETTINGS, Engine, sampling, serve
 from prints import Prints
-from vllm_recorder import Recorder
+from vllm_recorder import Recorder, shifted
 
 from kvarve.pages.pools import Tier
 
 SMALL = 12  # tokens of an answer
 SETTLED, SETTLED_S = 5000, 10.0  # steps, and seconds, after which a copy counts as hanging
-
-
-def shifted(worker: Any, by: float) -> None:
-    """Change weights that the keys and values of all layers follow from. (Others may be packed for the processor.)"""
-    weights = worker.model_runner.get_model().named_parameters()
-    next(weight for name, weight in weights if name.endswith("layers.0.input_layernorm.weight")).data.add_(by)
 
 
 class Watched(Engine):
@@ -100,6 +94,13 @@ class Watched(Engine):
         if drain:
             self.drain()
         return [self._told(output) for output in outputs]
+
+    def ask_so(self, prompt: list[int], how: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """A request with these sampling parameters, and `more` beside its tokens."""
+        given: Any = [{"prompt_token_ids": prompt} | more]
+        (output,) = self.llm.generate(given, sampling(SMALL, logprobs=1, **how), use_tqdm=False)
+        self.drain()
+        return self._told(output)
 
     def load(self, adapter: dict[str, Any]) -> None:
         assert self.llm.llm_engine.add_lora(self._lora(adapter))

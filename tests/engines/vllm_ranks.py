@@ -37,6 +37,18 @@ class Ranked(Watched):
             "objects": self._all("objects"),
         }
 
+    def rollouts(self, rounds: int, prompts: list[list[int]]) -> list[list[dict[str, Any]]]:
+        """As a loop of training has them: in each round other weights, and each prompt twice, from the host in between.
+        What was answered."""
+        told = []
+        for number in range(rounds):
+            self._all("shift", -0.01 * (number + 1))
+            self.reset()
+            found = self.ask(prompts[:1]) + self.ask(prompts[1:])
+            self.reset()
+            told.append(found + self.ask(prompts[:1]) + self.ask(prompts[1:]))
+        return told
+
     def fault(self, rank: int, how: str) -> None:
         self._all("trouble", rank, how)
 

@@ -1,4 +1,4 @@
-"""Fingerprints of what kvarve's connector copies, in one worker of vLLM."""
+"""In one worker of vLLM: fingerprints of what kvarve's connector copies, and other weights."""
 
 import hashlib
 from typing import Any
@@ -7,6 +7,12 @@ from prints import Prints
 
 from kvarve.core.copies.effects import Copy
 from kvarve.pages.pools import Tier
+
+
+def shifted(worker: Any, by: float) -> None:
+    """Change weights that the keys and values of all layers follow from. (Others may be packed for the processor.)"""
+    weights = worker.model_runner.get_model().named_parameters()
+    next(weight for name, weight in weights if name.endswith("layers.0.input_layernorm.weight")).data.add_(by)
 
 
 class Recorder:

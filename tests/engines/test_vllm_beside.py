@@ -1,0 +1,82 @@
+"""What people use beside a prefix cache in vLLM: with kvarve the answers are those of the same engine without it.
+
+The device is emptied between two equal requests, so that the second one's pages come from the host.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_process import VllmProcess, prompt
+from test_vllm import same
+from tiny_models import MODELS
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
+
+LONG = prompt(700, 1)
+EXTRA = {"host_memory": "64MiB"}
+Start = Callable[..., VllmProcess]
+
+# Of an engine: by name, its arguments, and how many tokens of the prompt the second request hits.
+ENGINES: dict[str, tuple[dict[str, Any], int]] = {
+    "ngram": ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}, 640),
+    "priority": ({"scheduling_policy": "priority"}, 640),
+    "fp8": ({"kv_cache_dtype": "fp8_e5m2"}, 640),
+    "small-chunks": ({"max_num_batched_tokens": 80}, 640),
+    "chunked-off": ({"max_num_batched_tokens": 1536, "enable_chunked_prefill": False}, 640),
+    "cbor": ({"prefix_caching_hash_algo": "sha256_cbor"}, 640),
+}
+# Of a request: sampling parameters and what stands beside its tokens.
+REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "salt": ({}, {"cache_salt": "a"}, 640),
+    "prompt-logprobs": ({"prompt_logprobs": 1}, {}, 0),  # of every token of the prompt, which vLLM computes for that
+    "seed": ({"seed": 7, "top_p": 0.9}, {}, 640),
+    "parallel": ({"stop_token_ids": [9]}, {}, 640),
+}
+
+
+def twice(engine: VllmProcess, how: dict[str, Any], more: dict[str, Any]) -> list[dict[str, Any]]:
+    engine.call("reset")
+    found = [engine.call("ask_so", prompt=LONG, how=how, **more)]
+    if engine.seam != "plain":
+        engine.call("reset")
+    return [*found, engine.call("ask_so", prompt=LONG, how=how, **more)]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_with_this_is_answered_from_the_host_as_from_the_device(start: Start, name: str) -> None:
+    changes, hits = ENGINES[name]
+    told = []
+    for seam in ("plain", "connector"):
+        more = {"num_gpu_blocks_override": MODELS["gemma3"].blocks, "max_model_len": 1536} | changes
+        chunk = more.pop("max_num_batched_tokens", MODELS["gemma3"].block)
+        engine = start("gemma3", seam, more=more, chunk=chunk, extra=EXTRA)
+        told.append(twice(engine, {}, {}))
+        assert engine.about()["wrong"] == []
+        engine.close()
+    assert all(map(same, *told))
+    assert [each["cached"] for each in told[1]] == [0, hits]
+
+
+@pytest.fixture(scope="module")
+def engines(start: Start) -> list[VllmProcess]:
+    return [start("gemma3", seam, extra=EXTRA) for seam in ("plain", "connector")]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_with_this_is_answered_from_the_host_as_from_the_device(
+    engines: list[VllmProcess], name: str
+) -> None:
+    how, more, hits = REQUESTS[name]
+    for engine in engines:
+        engine.call("reset", everywhere=True)
+    plain, ours = (twice(engine, how, more) for engine in engines)
+    assert all(map(same, plain, ours))
+    assert ours[1]["cached"] == hits
+
+
+def test_a_salt_finds_no_pages_of_another(engines: list[VllmProcess]) -> None:
+    _, engine = engines
+    twice(engine, {}, {"cache_salt": "mine"})
+    engine.call("reset")
+    assert engine.call("ask_so", prompt=LONG, how={}, cache_salt="theirs")["cached"] == 0
