@@ -86,9 +86,6 @@ FLAGS: Mapping[str, Flag] = {
     "--prefix-caching-hash-algo": _only("sha256", "keys are chained SHA-256"),
     "--kv-offloading-size": _in("GiB", "--host-memory"),
     "--kv-transfer-config": _no("the tiers are kvarve's own: --host-memory and --storage"),
-    "--kv-cache-dtype": _only(
-        "auto", "pages have the model's own type; ?compress=auto of a --storage makes them small"
-    ),
     # memory and batches
     **dict.fromkeys(FRACTIONS, Flag(_BYTES, "--device-memory")),
     TOKENS: Flag("in tokens: the model says how many bytes that is", "--device-memory"),

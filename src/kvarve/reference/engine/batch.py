@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvarve.reference.engine.layers import Layer, compute, new_cache
+from kvarve.reference.engine.layers import Layer, compute, movable, narrowed, new_cache, widened
 from kvarve.reference.engine.model import forward
 from kvarve.reference.engine.paging import PagedTape, PagedWorkspace, RollingTape
 from kvarve.reference.engine.shards import FailedOnRank
@@ -40,7 +40,7 @@ TWICE = 2  # a tail is padded to at most this many times its own length
 FORWARD_BYTES = 16 << 20
 PADDED = 4
 # The allowed difference from the logits of a row computed alone, as a share of the largest: a wrong mask or position is
-# far above it, and rounding far below.
+# far above it, and rounding far below. Of keys and values in FP8 the last bit is a 16th of a number.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -89,16 +89,18 @@ class _Gather:
 
 
 class _Column:
-    """One buffer of all rows: a flat tensor [tokens, *shape] and the gather of its pool."""
+    """One buffer of all rows: a flat tensor [tokens, *shape], the gather of its pool, and its scale in FP8."""
 
-    def __init__(self, flat: Tensor, gather: _Gather) -> None:
-        self.flat, self.gather = flat, gather
+    def __init__(self, flat: Tensor, gather: _Gather, scale: float) -> None:
+        self.flat, self.gather, self.scale = flat, gather, scale
 
     def push(self, tokens: Tensor) -> Tensor:
         """Write [rows, new, *shape], and read [rows, columns, *shape]."""
-        tokens, gather = tokens.flatten(0, 1), self.gather
-        self.flat.index_copy_(0, gather.written, tokens if gather.new is None else tokens[gather.new])
-        return self.flat.index_select(0, gather.read.flatten()).view(*gather.read.shape, *self.flat.shape[1:])
+        tokens, gather, flat = tokens.flatten(0, 1), self.gather, movable(self.flat)
+        fresh = narrowed(tokens if gather.new is None else tokens[gather.new], self.flat.dtype, self.scale)
+        flat.index_copy_(0, gather.written, movable(fresh))
+        found = flat.index_select(0, gather.read.flatten()).view(*gather.read.shape, *flat.shape[1:])
+        return widened(found.view(self.flat.dtype), tokens.dtype, self.scale)
 
 
 class _InRows(Layer):
@@ -207,7 +209,8 @@ class Batch:
                     self._stack_states(layer, buffer.name)
                 elif not pool.in_place and buffer.shape[0] == self.layout.page_tokens:  # else each row's own
                     self._gathers.setdefault(pool.name, _Gather())
-                    layer.columns[what] = _Column(self._stack_tokens(buffer.name), self._gathers[pool.name])
+                    flat, scale = self._stack_tokens(buffer.name), self.layout.scale(buffer.name)
+                    layer.columns[what] = _Column(flat, self._gathers[pool.name], scale)
 
     def _arrive(self, number: int) -> None:
         for workspace in self.workspaces:
@@ -347,7 +350,7 @@ def _agrees(model: Any, layout: StateLayout, rows: Sequence[tuple[int, int]], ag
         batch = Batch(in_batch)
         found = [batch.forward(model, ids), batch.forward(model, more) if again else _alone(model, in_batch, more)]
         each = [_alone(model, alone, ids), _alone(model, alone, more)]
-        allowed = ROUNDING.get(model.dtype, 0.1)
+        allowed = ROUNDING.get(model.dtype, 0.1) if layout.scales is None else 0.1
         return all(
             torch.allclose(ours.float(), theirs.float(), rtol=0, atol=allowed * float(theirs.float().abs().max()))
             for ours, theirs in zip(found, each, strict=True)
