@@ -14,7 +14,7 @@ from kvarve.settings.options import FLAT, JsonFile
 
 EnginePython = Annotated[Path | None, Parameter(env_var="KVARVE_VLLM_PYTHON", show_env_var=True)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KvCacheDtype = Literal["auto", "fp8_e4m3", "fp8"]
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
 AdminKey = Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_var=True)]
 
 

@@ -39,7 +39,7 @@ def _only(value: str, why: str) -> Flag:
 
 def _by(name: str, ours: str, values: Mapping[str, str]) -> Flag:
     return Flag(
-        ", ".join(f"{theirs} is {here}" for theirs, here in values.items()),
+        ", ".join(f"{theirs} is {here}" for theirs, here in values.items() if theirs != here),
         ours,
         lambda value: str(_known(values, name, value)),
     )
@@ -86,6 +86,9 @@ FLAGS: Mapping[str, Flag] = {
     "--prefix-caching-hash-algo": _only("sha256", "keys are chained SHA-256"),
     "--kv-offloading-size": _in("GiB", "--host-memory"),
     "--kv-transfer-config": _no("the tiers are kvarve's own: --host-memory and --storage"),
+    "--kv-cache-dtype": _by(
+        "--kv-cache-dtype", "--kv-cache-dtype", {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
+    ),
     # memory and batches
     **dict.fromkeys(FRACTIONS, Flag(_BYTES, "--device-memory")),
     TOKENS: Flag("in tokens: the model says how many bytes that is", "--device-memory"),

@@ -48,7 +48,7 @@ from kvarve.reference.engine.wrappers import model_class, own_config, require_ca
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 BUILTIN = Path(__file__).parent / "builtin"
 UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
 CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"

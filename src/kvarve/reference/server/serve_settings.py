@@ -77,7 +77,7 @@ class Settings:
     dtype: Dtype = "auto"
     """Type in which the model computes; auto takes the checkpoint's"""
     kv_cache_dtype: KvCacheDtype = "auto"
-    """Type in which keys and values are kept: the model's own (auto), or FP8 in half the bytes (fp8_e4m3, also fp8)"""
+    """Type in which keys and values are kept: the model's own (auto), or FP8 in half of bfloat16's bytes (fp8_e4m3)"""
     device: Literal["auto", "cpu", "cuda"] | str = "auto"
     """Device to compute on, as torch names it; auto takes a GPU if torch can use one"""
     tp: int = 1
