@@ -481,7 +481,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _content(folder: Path) -> Mapping[str, Any]:
-    """Of config.json, and what ModelOpt's own file says of quantization if that says nothing."""
+    """Of config.json; if it does not speak of quantization, with what ModelOpt's own file says of it."""
     content = _read_json(folder / CONFIG)
     if section_of(content) is None and (path := folder / MODELOPT).is_file():
         if not isinstance(section := _read_json(path).get("quantization"), dict):

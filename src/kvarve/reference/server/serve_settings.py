@@ -18,7 +18,7 @@ from kvarve.settings.options import FLAT
 # The options in the help of `kvarve serve`. Test: each is here or among those that few need.
 GROUPS = {
     "Model": "model served-model-name dtype kv-cache-dtype device context-length chat-template hits page-tokens "
-    "chunk-tokens threads",
+    "chunk-tokens",
     "Memory and tiers": "device-memory host-memory keep-states eviction salt-share",
     "Storage": "storage storage-key write-policy storage-wait",
     "Requests": "max-running max-waiting turn-tokens deterministic drain-s drain-at-least-s",
@@ -28,7 +28,7 @@ GROUPS = {
 }
 PAGE_TOKENS = 64  # of a page, where neither the settings nor the model say more
 ADVANCED = (
-    "verify-host hash-sample states load-at-least fetch-at-least host-share offload-pays-at storage-deadline-s "
+    "threads verify-host hash-sample states load-at-least fetch-at-least host-share offload-pays-at storage-deadline-s "
     "rank-deadline-s max-connections max-body-bytes ready-file"
 )
 
