@@ -45,7 +45,7 @@ def ours(*words: str, on: Machine = Machine()) -> tuple[list[str], list[str]]:  
 
 def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
     for name, flag in FLAGS.items():
-        assert name not in OUR_FLAGS
+        assert name not in OUR_FLAGS or flag.ours == name, "with other values"
         assert (flag.ours in OUR_FLAGS) if flag.ours else flag.why, name
         if flag.ours is None and flag.fine is None:
             with pytest.raises(ConfigError, match=f"^{name}.* is not supported: "):
@@ -83,7 +83,10 @@ def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
             "--storage mooncake://m:1",
         ),
         ("--port 7 --model x", "--port 7 --model x"),
-        ("--max_model_len 4096 --tensor_parallel_size=2 --kv_cache_dtype auto", "--context-length 4096 --tp 2"),
+        (
+            "--max_model_len 4096 --tensor_parallel_size=2 --kv_cache_dtype auto",
+            "--context-length 4096 --tp 2 --kv-cache-dtype auto",
+        ),
         ("-tp 2 -pp 1 -dp=1 -n 2 -r 0 -ep -O3 -O 2 -O.mode=3 -cc.mode 3", "--tp 2 --nnodes 2 --node-rank 0"),
         ("--master-addr a --headless", "--dist-init-addr a:29501"),
         ("--served_model_name a_b --tp_size 2", "--served-model-name a_b --tp 2"),
@@ -91,7 +94,9 @@ def test_each_flag_is_one_of_ours_or_says_why_not() -> None:
         ("--max-model-len 32k --max-num-batched-tokens=1.5K", "--context-length 32000 --turn-tokens 1536"),
         ("--max-model-len .k --max-num-batched-tokens K", "--context-length .k --turn-tokens K"),
         ("--kv-cache-memory-bytes 4G", f"--device-memory {4 << 30}B"),
-        ("--load-format auto --kv-cache-dtype=auto --dp-size 1 --schedule-policy lpm --trust-remote-code", ""),
+        ("--load-format auto --dp-size 1 --schedule-policy lpm --trust-remote-code", ""),
+        ("--kv-cache-dtype auto", "--kv-cache-dtype auto"),
+        ("--kv-cache-dtype=fp8", "--kv-cache-dtype fp8_e4m3"),
     ],
 )
 def test_a_flag_of_theirs_is_one_of_ours(theirs: str, told: str) -> None:
@@ -117,6 +122,7 @@ def test_what_takes_a_gpu_or_a_model_to_know_is_left_out_in_a_line_without_it() 
 
 def test_all_that_is_wrong_with_a_command_is_said_at_once_with_the_command_that_is_left() -> None:
     theirs = "--tp-size 2 --pp-size 2 --fooo 3 --page-syze=9 --schedule-policy fcfs --api-key hush --enable-lora"
+    theirs += " --kv-cache-dtype fp8_e5m2"
     with pytest.raises(ConfigError) as caught:
         ours(*theirs.split())
     *wrong, left = str(caught.value).split("; ")
@@ -126,6 +132,7 @@ def test_all_that_is_wrong_with_a_command_is_said_at_once_with_the_command_that_
         "unknown option '--page-syze'",
         "--schedule-policy fcfs is not supported",
         "--enable-lora is not supported",
+        "--kv-cache-dtype must be one of auto, fp8, fp8_e4m3, got 'fp8_e5m2'",
     ]
     assert left == "without them: kvarve serve --tp 2 --api-key ...", "and no key is shown"
 

@@ -75,6 +75,20 @@ def test_every_family_is_proved_and_all_that_it_keeps_matters(
         assert hit == pools, (where, expected)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", "gemma4", "qwen3_5", "deepseek_v32", "deepseek_v4"])
+def test_keys_and_values_in_fp8_are_proved_and_transformers_with_rounded_ones_computes_the_same(
+    family: str, folder: Path, tmp_path: Path
+) -> None:
+    page, chunk = tiny_grid(family)
+    words = ("verify", "--model", a_checkpoint(folder, family), "--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3")
+    words += ("--quick", "--json", tmp_path / "out", "--page-tokens", page, "--chunk-tokens", chunk)
+    assert main([*map(str, words)]) == 0
+    report = json.loads((tmp_path / "out").read_text())
+    assert report["ok"] is True and report["about"]["kv_cache_dtype"] == "fp8_e4m3"
+    assert [row["name"] for row in report["paths"]] == DRIVEN
+
+
 @pytest.mark.parametrize("family", [pytest.param(each, marks=pytest.mark.long) for each in DIVIDED])
 def test_a_model_that_two_processes_compute_is_proved_and_all_that_each_keeps_matters(
     family: str, folder: Path, tmp_path: Path

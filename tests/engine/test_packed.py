@@ -176,7 +176,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
         {"format": "mixed-precision", "config_groups": {"a": {"format": NVFP4}, "b": {"format": "float-quantized"}}},
         "nvfp4-pack-quantized is read alone, not together with other formats",
     ),
-    ("modelopt", {"quant_algo": "FP8"}, "quant_algo 'FP8' is not read, only nvfp4"),
+    ("modelopt_fp8", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not read, only nvfp4 and fp8"),
+    ("modelopt", {"quant_algo": "FP8"}, "config_groups: group_0: num_bits 4 is not read, only 8"),
 ]
 
 
@@ -238,6 +239,21 @@ BROKEN: list[tuple[str, Callable[[Weights], None], str]] = [
         put("weight_global_scale", lambda old: old.repeat(2)),
         "up_proj.weight_global_scale is [2], and [] by its",
     ),
+    (
+        "modelopt_fp8",
+        put("weight_scale", lambda old: old.repeat(2)),
+        "up_proj.weight_scale is [2], and [] by its weight",
+    ),
+    (
+        "modelopt_fp8",
+        beside("weight_scale_2"),
+        "up_proj.weight_scale_2 is beside a packed weight, and this version does",
+    ),
+    (
+        "modelopt_fp8",
+        lambda weights: weights.update({f"{UP}s.fused": torch.ones(8).to(torch.float8_e4m3fn)}),
+        "up_projs.fused is F8_E4M3, and no weight that is known",
+    ),
     ("modelopt", put("weight_scale_2", lambda old: old * float("nan")), "weight_scale_2 is nan, not a number above 0"),
 ]
 
@@ -273,7 +289,7 @@ ANYTHING = st.recursive(
     | st.booleans()
     | st.integers(-2, 300)
     | st.floats()
-    | st.sampled_from(["gptq", "gemm", NVFP4, "NVFP4", "\n"]),
+    | st.sampled_from(["gptq", "gemm", NVFP4, "NVFP4", "FP8", "\n"]),
     lambda each: st.lists(each, max_size=2) | st.dictionaries(st.sampled_from(["weights", "format", "a\n"]), each),
     max_leaves=5,
 )

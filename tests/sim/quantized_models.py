@@ -128,6 +128,21 @@ def _modelopt(weight: Tensor) -> Weights:
     return {"weight": numbers, "weight_scale": scales, **scalars}
 
 
+def _modelopt_fp8(weights: Weights) -> Weights:
+    """One scale for a matrix, and those of calibrated keys and values beside the projections that make them."""
+    found: Weights = {}
+    for name, weight in weights.items():
+        if not _linear(name, weight):
+            found[name] = weight
+            continue
+        module, scale = name.removesuffix(".weight"), weight.float().abs().max() / torch.finfo(torch.float8_e4m3fn).max
+        found[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
+        found[f"{module}.weight_scale"], found[f"{module}.input_scale"] = scale, torch.tensor(0.01)
+        if module.endswith(("k_proj", "v_proj")):
+            found[f"{module}.{module[-6]}_scale"] = torch.tensor(0.5 if "layers.0" in name else 0.25)
+    return found
+
+
 def _gptq_config(bits: int, group: int, act_order: bool, kind: str) -> dict[str, Any]:
     named = {"quant_method": "gptq", "checkpoint_format": kind, "bits": bits, "group_size": group}
     return {**named, "desc_act": act_order, "sym": not act_order, "lm_head": False, "damp_percent": 0.1}
@@ -226,6 +241,25 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[[Weights], Weights], dict
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP4_WEIGHTS}},
             "ignore": ["lm_head", "model.layers.*.mlp.gate"],
             "producer": {"name": "modelopt"},
+        },
+    ),
+    "modelopt_fp8": (
+        "qwen3",
+        {},
+        _modelopt_fp8,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "config_groups": {
+                "group_0": {
+                    "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+                    "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": ["lm_head"],
+            "producer": {"name": "modelopt", "version": "0.33.1"},
         },
     ),
 }

@@ -36,8 +36,8 @@ _KEYS = example("kvarve keys new team-a --salt team-a --file keys.toml", "kvarve
 # The options in the help of `kvarve plan`, and those that `kvarve simulate` has beside them.
 PLANNED = {
     "Plan": "device-memory target picture limit json config",
-    "Model": "model dtype kv-bytes-per-token state-bytes window-tokens window-bytes-per-token page-tokens chunk-tokens "
-    "cost-doubles-at block-tokens",
+    "Model": "model dtype kv-cache-dtype kv-bytes-per-token state-bytes window-tokens window-bytes-per-token "
+    "page-tokens chunk-tokens cost-doubles-at block-tokens",
     "Servers and policies": "replicas routing write-policy keep-states eviction salt-share",
 }
 SIMULATED = {

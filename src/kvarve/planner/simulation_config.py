@@ -12,7 +12,7 @@ from kvarve.pages.field_checks import require
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier, window_lookback
 from kvarve.pages.sizes import Size
 from kvarve.reference.server.serve_settings import PAGE_TOKENS, Settings
-from kvarve.settings.commands import Dtype
+from kvarve.settings.commands import Dtype, KvCacheDtype
 from kvarve.settings.options import FLAT, needs
 
 # Of `Policies`: where no copy takes time, no request waits for one; and no byte can be wrong.
@@ -38,6 +38,8 @@ class SimulationConfig:
     """Model whose sizes count instead of those below: builtin:... or a folder with config.json"""
     dtype: Dtype = "auto"
     """Type in which --model computes; auto takes the checkpoint's"""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """Type in which --model keeps keys and values, as for kvarve serve"""
     kv_bytes_per_token: Size = Size(128 << 10)  # Llama 3 8B: 32 layers, 8 heads of 128, keys and values, 2 bytes each
     """Bytes of attention KV per token; 0 for none"""
     state_bytes: Size = Size(0)
@@ -89,8 +91,8 @@ class SimulationConfig:
         given = [name for name in SIZES if getattr(self, name) != getattr(type(self), name)]
         if given and self.model is not None:
             raise ConfigError(f"the model says its {given[0].replace('_', ' ')}: it cannot be given too")
-        if self.model is None and self.dtype != "auto":
-            raise ConfigError("dtype needs a model: give a model too")
+        if self.model is None and {self.dtype, self.kv_cache_dtype} != {"auto"}:
+            raise ConfigError(f"{'kv cache ' * (self.dtype == 'auto')}dtype needs a model: give a model too")
         if bool(self.window_tokens) != bool(self.window_bytes_per_token):
             raise ConfigError("a window needs both: its tokens and the bytes that it keeps per token")
         if not self.pools:
@@ -140,7 +142,8 @@ class SimulationConfig:
                 from kvarve.reference.engine.model import quiet_libraries
 
                 quiet_libraries()
-            found = describe_model(self.model, self.dtype, self.page_tokens, self.grid).pools
+            shape = self.page_tokens, self.grid
+            found = describe_model(self.model, self.dtype, *shape, self.kv_cache_dtype).pools
             return tuple(
                 PoolSpec(pool.name, (BufferSpec("bytes", (pool.page_bytes,), "uint8"),), pool.lookback)
                 for pool in found

@@ -14,6 +14,7 @@ from kvarve.settings.options import FLAT, JsonFile
 
 EnginePython = Annotated[Path | None, Parameter(env_var="KVARVE_VLLM_PYTHON", show_env_var=True)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
 AdminKey = Annotated[str | None, Parameter(env_var="KVARVE_ADMIN_KEY", show_env_var=True)]
 
 
@@ -47,6 +48,8 @@ class Verify:
     """Model to prove: builtin:... or a folder with config.json"""
     dtype: Dtype = "auto"
     """Type in which the model computes; auto takes the checkpoint's"""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """Type in which keys and values are kept, as for kvarve serve"""
     device: Literal["auto", "cpu", "cuda"] | str = "auto"
     """Device to compute on, as torch names it; auto takes a GPU if torch can use one"""
     page_tokens: PositiveInt = 64
@@ -82,6 +85,8 @@ class Models:
     """Tokens of a prompt that are computed at once [default: 256, or what a model needs]"""
     dtype: Dtype = "auto"
     """Type in which --model computes; auto takes the checkpoint's"""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """Type in which --model keeps keys and values, as for kvarve serve"""
 
 
 # --- kvarve storage

@@ -44,7 +44,7 @@ def _count(value: str) -> str:
 
 def _by(name: str, ours: str, values: Mapping[str, str]) -> Flag:
     return Flag(
-        ", ".join(f"{theirs} is {here}" for theirs, here in values.items()),
+        ", ".join(f"{theirs} is {here}" for theirs, here in values.items() if theirs != here),
         ours,
         lambda value: str(_known(values, name, value)),
     )
@@ -117,7 +117,9 @@ FLAGS: Mapping[str, Flag] = {
     **dict.fromkeys(("--mamba-cache-dtype", "--mamba-ssm-cache-dtype", "--mamba-ssm-dtype"), _only("auto", _SMALL)),
     "--disable-hybrid-kv-cache-manager": _no_switch(_POOLS),
     "--no-disable-hybrid-kv-cache-manager": _always(_POOLS),
-    "--kv-cache-dtype": _only("auto", f"{_SMALL}; ?compress=auto of a --storage makes them small"),
+    "--kv-cache-dtype": _by(
+        "--kv-cache-dtype", "--kv-cache-dtype", {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
+    ),
     # memory and batches
     **dict.fromkeys(FRACTIONS, Flag(_BYTES, "--device-memory")),
     TOKENS: Flag("in tokens: the model says how many bytes that is", "--device-memory"),

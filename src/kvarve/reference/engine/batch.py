@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvarve.reference.engine.layers import Layer, compute, new_cache
+from kvarve.reference.engine.layers import Layer, compute, movable, narrowed, new_cache, widened
 from kvarve.reference.engine.model import forward
 from kvarve.reference.engine.paging import PagedTape, PagedWorkspace, RollingTape
 from kvarve.reference.engine.shards import FailedOnRank
@@ -89,16 +89,18 @@ class _Gather:
 
 
 class _Column:
-    """One buffer of all rows: a flat tensor [tokens, *shape] and the gather of its pool."""
+    """One buffer of all rows: a flat tensor [tokens, *shape], the gather of its pool, and its scale in FP8."""
 
-    def __init__(self, flat: Tensor, gather: _Gather) -> None:
-        self.flat, self.gather = flat, gather
+    def __init__(self, flat: Tensor, gather: _Gather, scale: float) -> None:
+        self.flat, self.gather, self.scale = flat, gather, scale
 
     def push(self, tokens: Tensor) -> Tensor:
         """Write [rows, new, *shape], and read [rows, columns, *shape]."""
-        tokens, gather = tokens.flatten(0, 1), self.gather
-        self.flat.index_copy_(0, gather.written, tokens if gather.new is None else tokens[gather.new])
-        return self.flat.index_select(0, gather.read.flatten()).view(*gather.read.shape, *self.flat.shape[1:])
+        tokens, gather, flat = tokens.flatten(0, 1), self.gather, movable(self.flat)
+        fresh = narrowed(tokens if gather.new is None else tokens[gather.new], self.flat.dtype, self.scale)
+        flat.index_copy_(0, gather.written, movable(fresh))
+        found = flat.index_select(0, gather.read.flatten()).view(*gather.read.shape, *flat.shape[1:])
+        return widened(found.view(self.flat.dtype), tokens.dtype, self.scale)
 
 
 class _InRows(Layer):
@@ -207,7 +209,8 @@ class Batch:
                     self._stack_states(layer, buffer.name)
                 elif not pool.in_place and buffer.shape[0] == self.layout.page_tokens:  # else each row's own
                     self._gathers.setdefault(pool.name, _Gather())
-                    layer.columns[what] = _Column(self._stack_tokens(buffer.name), self._gathers[pool.name])
+                    flat, scale = self._stack_tokens(buffer.name), self.layout.scale(buffer.name)
+                    layer.columns[what] = _Column(flat, self._gathers[pool.name], scale)
 
     def _arrive(self, number: int) -> None:
         for workspace in self.workspaces:
@@ -327,6 +330,8 @@ _tried: "weakref.WeakKeyDictionary[Any, Together]" = weakref.WeakKeyDictionary()
 def together(model: Any, layout: StateLayout) -> Together:
     """What a model computes in a batch as it does each row alone. It is tried once, on a few tokens."""
     if model not in _tried:
+        if layout.scales is not None:  # rounding to FP8 would be taken for a wrong mask
+            layout = StateLayout.of(model, layout.page_tokens, layout.chunk_tokens)
         answers = in_rows(layout) and _agrees(model, layout, ANSWERS, again=True)
         tails = answers and all(plan.rate == 1 for plan in layout.layers)
         _tried[model] = Together(answers, *(tails and _agrees(model, layout, rows) for rows in (FRESH, EQUAL, ANY)))

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from kvarve.errors import ConfigError, KvarveError, ModelError
 from kvarve.pages.sizes import format_size
 from kvarve.reference.engine.layers import page_multiple, plan_layers
-from kvarve.reference.engine.model import DTYPES, build_model, check_model, is_bare, load_model, read_config
+from kvarve.reference.engine.model import DTYPES, build_model, check_model, in_fp8, is_bare, load_model, read_config
 from kvarve.reference.engine.model_errors import MISFITS, in_words
 from kvarve.reference.engine.workspace import StateLayout
 from kvarve.reference.engine.wrappers import require_causal
@@ -190,7 +190,9 @@ def facts(name: str, config: Any, layout: StateLayout, dtype: str, parameters: i
     )
 
 
-def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk_tokens: int) -> Facts:
+def describe(
+    name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk_tokens: int, fp8: bool = False
+) -> Facts:
     """The facts of a model of this config, without its weights.
 
     Raises ModelError or ConfigError as `StateLayout.of` does, and _Opaque if shapes alone do not tell.
@@ -200,7 +202,7 @@ def describe(name: str, config: Any, dtype: torch.dtype, page_tokens: int, chunk
             model = build_model(config, dtype)
         model.set_experts_implementation("batched_mm")  # the one whose shapes are known in every dtype
         require_causal(model)
-        layout = _layout(model, page_tokens, chunk_tokens)
+        layout = _layout(model, page_tokens, chunk_tokens, {} if fp8 else None)
     except MISFITS as e:
         raise ModelError(f"{name}: no model can be built of this config: {in_words(e)}") from e
     except RuntimeError as e:  # torch's words for a value that is read have "meta tensor" or "device meta"
@@ -234,15 +236,15 @@ class _Answering(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _layout(model: Any, page_tokens: int, chunk_tokens: int) -> StateLayout:
+def _layout(model: Any, *shape: Any) -> StateLayout:
     """The layout of a model on the meta device. If its code asks for values, such as the number of an expert, two
     answers have to give the same layout: otherwise it depends on them, and this raises _Opaque."""
     with NOTHING_IS_ZERO.patch(meta_nonzero_assume_all_nonzero=True):
         with _Answering(0) as answering:
-            layout = StateLayout.of(model, page_tokens, chunk_tokens)
+            layout = StateLayout.of(model, *shape)
         if answering.asked:
             with _Answering(1):
-                other = StateLayout.of(model, page_tokens, chunk_tokens)
+                other = StateLayout.of(model, *shape)
             if other.pools != layout.pools:
                 raise _Opaque(VALUES)
     return layout
@@ -254,7 +256,9 @@ def _dtype(config: Any) -> torch.dtype:
     return found or torch.float32
 
 
-def describe_model(name: str, dtype: str, page_tokens: int | None, chunk_tokens: int | None) -> Facts:
+def describe_model(
+    name: str, dtype: str, page_tokens: int | None, chunk_tokens: int | None, kv_cache_dtype: str = "auto"
+) -> Facts:
     """The facts of `builtin:...` or of a folder with a config.json; weights are read only if shapes depend on values.
 
     Other files in the folder have to be valid for `load_model`, or this raises its error.
@@ -268,12 +272,12 @@ def describe_model(name: str, dtype: str, page_tokens: int | None, chunk_tokens:
     if not bare:
         check_model(name, page_tokens=page, chunk_tokens=chunk, dtype=dtype)
     try:
-        found = describe(name, config, torch_dtype, page, chunk)
+        found = describe(name, config, torch_dtype, page, chunk, in_fp8(kv_cache_dtype))
         return replace(found, unloadable="it has no weights and no tokenizer yet") if bare else found
     except _Opaque as e:
         if bare:
             raise ModelError(f"{name}: it cannot be described from its config alone: {e}") from e
-        loaded = load_model(name, dtype=dtype, page_tokens=page, chunk_tokens=chunk)
+        loaded = load_model(name, dtype=dtype, page_tokens=page, chunk_tokens=chunk, kv_cache_dtype=kv_cache_dtype)
         parameters = sum(tensor.numel() for tensor in loaded.model.parameters())
         return facts(name, config, loaded.layout, loaded.identity.dtype, parameters)
 
@@ -361,7 +365,8 @@ def main(options: Models) -> int:
     check_file("--json", options.json)
     console = Console(quiet=is_stdout(options.json))
     if options.model is not None:
-        found = [describe_model(options.model, options.dtype, options.page_tokens, options.chunk_tokens)]
+        shape = options.page_tokens, options.chunk_tokens
+        found = [describe_model(options.model, options.dtype, *shape, options.kv_cache_dtype)]
     else:
         found = [*_surveyed(options.page_tokens, options.chunk_tokens)]
     write_json(options.json, {"transformers": transformers.__version__, "models": [asdict(fact) for fact in found]})

@@ -25,6 +25,8 @@ from kvarve.reference.engine.wrappers import model_class
 # transformers calls the cache of a model `cache`; before 5.24 `past_key_values`, and `cache_params` in state spaces.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 CACHE_PARAMS = "cache_params"
+FP8 = torch.float8_e4m3fn
+FP8_MOST = torch.finfo(FP8).max
 
 
 def cache_argument(model: Any) -> str:
@@ -43,6 +45,28 @@ def compute(model: Any, cache: Any, **inputs: Any) -> Any:
         return model(**inputs, **{cache_argument(model): cache}, use_cache=True)
 
 
+def narrowed(entries: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """The entries as a buffer of this dtype keeps them: FP8 a `scale` smaller, and at most its largest number.
+
+    That of one entry depends on no other, so it has the same bits in any chunk and any batch.
+    """
+    if dtype != FP8:
+        return entries
+    return (entries if scale == 1 else entries.float() / scale).clamp(-FP8_MOST, FP8_MOST).to(FP8)
+
+
+def widened(kept: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """What attention reads of entries that a buffer keeps, in its own dtype."""
+    if kept.dtype != FP8:
+        return kept
+    return kept.to(dtype) if scale == 1 else (kept.float() * scale).to(dtype)
+
+
+def movable(entries: Tensor) -> Tensor:
+    """The same memory in a dtype that torch copies by index."""
+    return entries.view(torch.uint8) if entries.dtype == FP8 else entries
+
+
 class Tape:
     """The entries of one buffer, one after the other in one tensor [capacity, *shape], from `front` up to `end`.
 
@@ -52,16 +76,17 @@ class Tape:
     between `front` and `end` is complete.
     """
 
-    def __init__(self, data: Tensor, per_page: int, limit: int, keep: int | None) -> None:
-        """Begin with `data` [entries, *shape], of any content; without a `keep` it is doubled, up to `limit`."""
-        self._data, self.per_page, self.limit, self.keep = data, per_page, limit, keep
+    def __init__(self, data: Tensor, per_page: int, limit: int, keep: int | None, scale: float = 1.0) -> None:
+        """Begin with `data` [entries, *shape], of any content; without a `keep` it is doubled, up to `limit`. In FP8
+        it keeps entries `scale` times smaller."""
+        self._data, self.per_page, self.limit, self.keep, self.scale = data, per_page, limit, keep, scale
         self.front = self.end = 0
 
     def append(self, entries: Tensor) -> None:
         """Write [n, *shape] behind the last entry."""
         stop = self.end + len(entries)
         self._reserve(stop)
-        self._data[self.end - self.front : stop - self.front].copy_(entries)
+        self._data[self.end - self.front : stop - self.front].copy_(narrowed(entries, self._data.dtype, self.scale))
         self.end = stop
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -191,7 +216,7 @@ class _OnTape(Layer):
         tape = self.tapes[name]
         start = 0 if self.past is None else max(0, tape.end - self.past)
         tape.append(tokens)
-        return tape.read(start, tape.end)
+        return widened(tape.read(start, tape.end), tokens.dtype, tape.scale)
 
 
 class _Indexed(_OnTape):

@@ -4,10 +4,12 @@ Local files only; no model hub is ever asked and no code of a checkpoint is ever
 line, raised before any weight is read if possible.
 """
 
+import hashlib
 import inspect
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +31,14 @@ from kvarve.pages.pools import HeadGroups, ModelIdentity, check_grid
 from kvarve.reference.engine.identity import Marks, identity_of, weights_digest
 from kvarve.reference.engine.layers import compute, plan_layers
 from kvarve.reference.engine.model_errors import in_words, one_line
-from kvarve.reference.engine.quantized import Packing, dequantizing, method_of, unreadable, without_quantization
+from kvarve.reference.engine.quantized import (
+    Packing,
+    dequantizing,
+    method_of,
+    section_of,
+    unreadable,
+    without_quantization,
+)
 from kvarve.reference.engine.rank_processes import Ranks
 from kvarve.reference.engine.shards import divide, head_groups, with_groups, with_replicated
 from kvarve.reference.engine.stepwise import make_resumable
@@ -39,11 +48,15 @@ from kvarve.reference.engine.wrappers import model_class, own_config, require_ca
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 BUILTIN = Path(__file__).parent / "builtin"
 UNKNOWN_LIMIT = 32768  # tokens, for a model whose config names no limit, such as one without positions
 CONFIG, TOKENIZER, INDEX = "config.json", "tokenizer.json", "model.safetensors.index.json"
 TIKTOKEN = "tiktoken.model"
 GENERATION = "generation_config.json"
+MODELOPT = "hf_quant_config.json"
+# What calibration says of keys and values in FP8: model.layers.3.self_attn.k_proj.k_scale, and without the projection.
+SCALE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?([kv])_scale")
 # Types under which only code of a checkpoint knows a model, and the type under which transformers has the same.
 ALIASES = {"kimi_k2": "deepseek_v3"}
 # Signs of quantized weights in a file: dtypes and names.
@@ -197,15 +210,18 @@ def load_model(
     attention: str = "sdpa",
     ranks: Ranks | None = None,
     rounded: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> LoadedModel:
     """Load `builtin:...` or a folder with config.json, *.safetensors and tokenizer.json; with `ranks` this one's part.
 
     `rounded`: as `with_rounded_hits`; several ranks then store their pages by head group, where those divide, and share
     them with other numbers of ranks.
+    `kv_cache_dtype` fp8_e4m3 keeps keys and values in FP8, with the checkpoint's scales where it has them.
     Prompts are computed in chunks of `chunk_tokens`. A model that has no scaled-dot-product attention gets "eager".
     Raises ModelError for an unusable checkpoint, ConfigError for settings that do not fit together.
     """
     found = _Checkpoint.find(name, page_tokens, chunk_tokens, dtype)
+    scales = found.kv_scales() if in_fp8(kv_cache_dtype) else None
     tokenizer = found.tokenizer()
     if attention == "sdpa" and not _model_class(found.config)._supports_sdpa:
         attention = "eager"
@@ -216,13 +232,13 @@ def load_model(
         whole, weights = None, ""
         groups: list[HeadGroups | None] = []
         if ranks is not None:
-            whole = StateLayout.of(model, page_tokens, chunk_tokens)
+            whole = StateLayout.of(model, page_tokens, chunk_tokens, scales)
             if rounded:
                 groups, weights = head_groups(model, whole.pools), weights_digest(model)
             divide(model, ranks.rank, ranks.ranks, ranks.add_up, ranks.computing)
             ranks.assemble()
         model = model.to(device)
-        layout = StateLayout.of(model, page_tokens, chunk_tokens)
+        layout = StateLayout.of(model, page_tokens, chunk_tokens, scales)
         if ranks is not None and whole is not None:
             pools = with_replicated(layout.pools, whole.pools)
             if rounded:
@@ -233,6 +249,9 @@ def load_model(
     identity = identity_of(model, layout)
     if found.quantization:
         identity = replace(identity, quantisation=f"{found.quantization}, dequantized")
+    if scales:
+        digest = hashlib.sha256(repr(sorted(scales.items())).encode()).hexdigest()[:8]
+        identity = replace(identity, quantisation=f"{identity.quantisation} pages scaled by {digest}".strip())
     if ranks is not None:
         identity = ranks.identity(identity, weights if identity.by_groups else "")
     loaded = LoadedModel(
@@ -246,6 +265,13 @@ def load_model(
         marks=Marks.of(model),
     )
     return with_rounded_hits(loaded) if rounded else loaded
+
+
+def in_fp8(kv_cache_dtype: str) -> bool:
+    """Whether keys and values are kept in FP8. ConfigError for what is none of KV_CACHE_DTYPES."""
+    known = ", ".join(KV_CACHE_DTYPES)
+    require(kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", f"one of {known}", kv_cache_dtype)
+    return kv_cache_dtype != "auto"
 
 
 def with_rounded_hits(model: LoadedModel) -> LoadedModel:
@@ -324,7 +350,7 @@ class _Checkpoint:
         config = read_config(name)
         check_pages(plan_layers(config, _model_class(config).__name__), page_tokens, str(folder))
         check_grid(page_tokens, chunk_tokens)
-        content = _read_json(folder / CONFIG)
+        content = _content(folder)
         method, packing = method_of(content), Packing.of(content)
         files = _check_weights(folder, method)
         if packing is not None:
@@ -388,6 +414,20 @@ class _Checkpoint:
                 None, config=config, dtype=dtype, state_dict=weights, **settings
             )
 
+    def kv_scales(self) -> dict[str, float]:
+        """The scales of keys and values in FP8 that the checkpoint has, by buffer."""
+        scales = {}
+        for path in self.files:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  no mapping
+                    if (match := SCALE.fullmatch(name)) is None:
+                        continue
+                    tensor = file.get_tensor(name).float()
+                    if tensor.numel() != 1 or not 0 < tensor.item() < float("inf"):
+                        raise ModelError(f"{path}: {name} is {tensor.tolist()!s:.80}, not a number above 0")
+                    scales[f"layers.{match[1]}.{'keys' if match[2] == 'k' else 'values'}"] = tensor.item()
+        return scales
+
     def _generation_config(self) -> Any:
         """That of the folder; None if it has none, which stands for that of the config."""
         if not (path := self.folder / GENERATION).exists():
@@ -440,11 +480,22 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
+def _content(folder: Path) -> Mapping[str, Any]:
+    """Of config.json; if it does not speak of quantization, with what ModelOpt's own file says of it."""
+    content = _read_json(folder / CONFIG)
+    if section_of(content) is None and (path := folder / MODELOPT).is_file():
+        if not isinstance(section := _read_json(path).get("quantization"), dict):
+            raise ModelError(f"{path}: it has no object named quantization")
+        if section.get("quant_algo") is not None:  # else the weights are plain
+            return {**content, "quantization_config": {**section, "quant_method": "modelopt"}}
+    return content
+
+
 def _read_config(folder: Path) -> Any:
     path = folder / CONFIG
     if not path.is_file():
         raise ModelError(f"{folder}: no {CONFIG}")
-    content = _read_json(path)
+    content = _content(folder)
     if not isinstance(model_type := content.get("model_type"), str):
         raise ModelError(f"{path}: it names no model_type")
     known, why = ALIASES.get(model_type, model_type), []

@@ -1,4 +1,4 @@
-"""Packed weights: how GPTQ, AWQ and NVFP4 lay a matrix out in tensors, and which numbers these are.
+"""Packed weights: how GPTQ, AWQ, NVFP4 and ModelOpt's FP8 lay a matrix out in tensors, and which numbers these are.
 
 Headers and tensors come in, matrices go out; nothing here opens a file or knows transformers. A layout is a row of
 LAYOUTS. Its tensors are *parts* of a module: `model.layers.0.mlp.up_proj.scales` is the part `scales`.
@@ -108,7 +108,7 @@ def _awq_settings(found: Mapping[str, Any]) -> Settings:
     return Settings(bits, _group(found), zero_points=zero_points, excluded=_names(found, "modules_to_not_convert"))
 
 
-def _groups_of_nvfp4(found: Mapping[str, Any]) -> None:
+def _check_groups(found: Mapping[str, Any], bits: int, group_size: int | None) -> None:
     """ModelError if `config_groups` quantizes any weights in another way."""
     groups = found.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
@@ -119,9 +119,9 @@ def _groups_of_nvfp4(found: Mapping[str, Any]) -> None:
             raise ModelError(f"config_groups: {name} does not say how weights are quantized")
         try:
             _choice(group, "format", (NVFP4, None), None)
-            _choice(weights, "num_bits", (4,), None)
+            _choice(weights, "num_bits", (bits,), None)
             _choice(weights, "type", ("float",), None)
-            _choice(weights, "group_size", (NVFP4_GROUP,), None)
+            _choice(weights, "group_size", (group_size,), None)
         except ModelError as e:
             raise ModelError(f"config_groups: {name}: {e}") from None
 
@@ -131,15 +131,19 @@ def _compressed_settings(found: Mapping[str, Any]) -> Settings:
     sparsity = found.get("sparsity_config") or {"format": "dense"}
     if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
         raise ModelError("sparsity_config is not read, only dense weights")
-    _groups_of_nvfp4(found)
+    _check_groups(found, 4, NVFP4_GROUP)
     return Settings(group=NVFP4_GROUP, excluded=_names(found, "ignore"))
 
 
 def _modelopt_settings(found: Mapping[str, Any]) -> Settings:
-    _choice(found, "quant_algo", ("nvfp4",), None)
-    _choice(found, "group_size", (NVFP4_GROUP,), NVFP4_GROUP)
-    _groups_of_nvfp4(found)
-    return Settings(group=NVFP4_GROUP, excluded=(*_names(found, "ignore"), *_names(found, "exclude_modules")))
+    if _choice(found, "quant_algo", ("nvfp4", "fp8"), None) == "fp8":
+        _check_groups(found, 8, None)
+        group = None
+    else:
+        _choice(found, "group_size", (NVFP4_GROUP,), NVFP4_GROUP)
+        _check_groups(found, 4, NVFP4_GROUP)
+        group = NVFP4_GROUP
+    return Settings(group=group, excluded=(*_names(found, "ignore"), *_names(found, "exclude_modules")))
 
 
 # --- shapes
@@ -260,9 +264,13 @@ def _modelopt_matrix(_: Settings, parts: Parts) -> Tensor:
     return _e2m1(parts["weight"], parts["weight_scale"].float() * parts["weight_scale_2"].reshape(()))
 
 
-NVFP4 = "nvfp4-pack-quantized"
+def _fp8_matrix(_: Settings, parts: Parts) -> Tensor:
+    return parts["weight"].float() * parts["weight_scale"].float().reshape(())
+
+
+NVFP4, MODELOPT_FP8 = "nvfp4-pack-quantized", "modelopt fp8"
 FLOATS = ("F16", "BF16", "F32")
-# By quant_method in a config; NVFP4 is a format of compressed-tensors.
+# By quant_method in a config; NVFP4 is a format of compressed-tensors, and FP8 the other of modelopt.
 LAYOUTS: dict[str, Layout] = {
     "gptq": Layout(
         packed="qweight",
@@ -299,6 +307,15 @@ LAYOUTS: dict[str, Layout] = {
         unused=("input_scale",),
         checked=lambda _: ("weight_scale_2",),
     ),
+    MODELOPT_FP8: Layout(
+        packed="weight",
+        dtypes={"weight": ("F8_E4M3",), "weight_scale": FLOATS},
+        settings=_modelopt_settings,
+        shapes=lambda _, packed: {"weight": packed, "weight_scale": ()},
+        matrix=_fp8_matrix,
+        unused=("input_scale",),
+        checked=lambda _: ("weight_scale",),
+    ),
 }
 
 
@@ -320,6 +337,8 @@ def packed_modules(layout: Layout, settings: Settings, header: Header) -> dict[s
             found[module] = _parts_of(layout, settings, module, there)
         elif lost := next((part for part in there if part in layout.dtypes and part != "weight"), None):
             raise ModelError(f"{module}.{lost} is there without a packed {layout.packed}")
+        elif odd := next((part for part, (dtype, _) in there.items() if dtype.startswith("F8_")), None):
+            raise ModelError(f"{module}.{odd} is {there[odd][0]}, and no {layout.packed} that is known")
     if not found:
         raise ModelError(f"it holds no packed weight, which would be a {layout.packed}")
     return found

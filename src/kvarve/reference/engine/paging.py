@@ -21,7 +21,7 @@ from kvarve.core.lease import Lease
 from kvarve.errors import Broken
 from kvarve.pages import boundaries
 from kvarve.pages.pools import BufferSpec, PoolSpec
-from kvarve.reference.engine.layers import Tape
+from kvarve.reference.engine.layers import Tape, movable, narrowed
 from kvarve.reference.engine.workspace import StateLayout, Workspace, window_capacity
 from kvarve.transfer.arrivals import Arrival
 
@@ -108,8 +108,8 @@ class Table:
 class PagedTape(Tape):
     """The entries of one buffer in the pages of an arena [slots, per_page, *shape]."""
 
-    def __init__(self, arena: Tensor, table: Table) -> None:
-        super().__init__(arena.view(-1, *arena.shape[2:]), arena.shape[1], 0, None)  # no copy
+    def __init__(self, arena: Tensor, table: Table, scale: float) -> None:
+        super().__init__(arena.view(-1, *arena.shape[2:]), arena.shape[1], 0, None, scale)  # no copy
         self.table, self._arena = table, arena
 
     def append(self, entries: Tensor) -> None:
@@ -117,7 +117,8 @@ class PagedTape(Tape):
             return
         stop = self.end + len(entries)
         rows, written = self.table.rows(self.end, stop, self.per_page)
-        self._data.index_copy_(0, rows, entries if written is None else entries[written])
+        entries = narrowed(entries if written is None else entries[written], self._data.dtype, self.scale)
+        movable(self._data).index_copy_(0, rows, movable(entries))
         self.end = stop
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -127,7 +128,7 @@ class PagedTape(Tape):
         if last <= self.table.straight:
             front = self.table.slots[0] * size if last else 0
             return self._data[front + start : front + stop]
-        pages = self._arena.index_select(0, self.table.index[first:last]).flatten(0, 1)
+        pages = movable(self._arena).index_select(0, self.table.index[first:last]).view(self._arena.dtype).flatten(0, 1)
         return pages[start - first * size : stop - first * size]
 
     def rewind(self, end: int) -> None:
@@ -280,10 +281,11 @@ class PagedWorkspace(Workspace):
         super().save(pool_name, positions, arena, slots)
 
     def _tape(self, pool: PoolSpec, buffer: BufferSpec) -> Tape:
+        scale = self.layout.scale(buffer.name)
         if pool.lookback is None:
-            return PagedTape(self._arenas[pool.name][buffer.name], self.tables[pool.name])
+            return PagedTape(self._arenas[pool.name][buffer.name], self.tables[pool.name], scale)
         per_page, *shape = buffer.shape
         assert per_page == self.layout.page_tokens, "a window is of tokens"
         capacity = window_capacity(pool.lookback, per_page, self.layout.chunk_tokens)
         data = torch.empty(capacity, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
-        return RollingTape(data, per_page, self.max_tokens, pool.lookback * per_page)
+        return RollingTape(data, per_page, self.max_tokens, pool.lookback * per_page, scale)

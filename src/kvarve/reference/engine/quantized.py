@@ -23,6 +23,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from kvarve.errors import ModelError
 from kvarve.reference.engine.packed import (
     LAYOUTS,
+    MODELOPT_FP8,
     NVFP4,
     Header,
     Layout,
@@ -96,6 +97,8 @@ class Packing:
         method = section.get("quant_method")
         if method == "compressed-tensors":
             method = _nvfp4_or_other(section)
+        elif method == "modelopt" and str(section.get("quant_algo")).lower() == "fp8":
+            method = MODELOPT_FP8
         layout = LAYOUTS.get(str(method))
         return None if layout is None else cls(layout, layout.settings(section))
 

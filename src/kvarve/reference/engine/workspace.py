@@ -14,11 +14,22 @@ from torch import Tensor
 from kvarve.errors import ConfigError, ModelError
 from kvarve.pages import boundaries
 from kvarve.pages.pools import BufferSpec, PoolSpec, window_lookback
-from kvarve.reference.engine.layers import LayerPlan, Tape, compute, dry_run, new_cache, page_multiple, plan_layers
+from kvarve.reference.engine.layers import (
+    FP8,
+    LayerPlan,
+    Tape,
+    compute,
+    dry_run,
+    movable,
+    new_cache,
+    page_multiple,
+    plan_layers,
+)
 from kvarve.reference.engine.model_errors import MISFITS, in_words
 from kvarve.reference.engine.stepwise import layers_ignoring_state
 
 TRIED_TOKENS = 4
+KEYS_AND_VALUES = ("keys", "values")
 
 
 @dataclass(frozen=True)
@@ -31,11 +42,15 @@ class StateLayout:
     layers: tuple[LayerPlan, ...]
     cache_class: type  # of transformers, which the model requires
     rounded: bool = False  # pages are shared whatever chunk computed them
+    scales: Mapping[str, float] | None = None  # of keys and values in FP8, by buffer, where they are not 1
 
     @classmethod
-    def of(cls, model: Any, page_tokens: int, chunk_tokens: int) -> "StateLayout":
+    def of(
+        cls, model: Any, page_tokens: int, chunk_tokens: int, scales: Mapping[str, float] | None = None
+    ) -> "StateLayout":
         """Compute a few tokens with a causal language model of transformers and read the buffers that its layers kept.
 
+        With `scales` keys and values are kept in FP8, and all else in the model's own types.
         Raises ModelError if a layer keeps its state in a way that is not known here, or keeps none at all, ConfigError
         if pages cannot have this size. On torch's meta device nothing is computed, only shapes.
         """
@@ -62,7 +77,8 @@ class StateLayout:
                     continue
                 shape = (page_tokens // found.tokens, *found.entries.shape[1:])
                 kind = found.tokens, plan.window if found.tokens == 1 else None
-                entries.setdefault(kind, []).append(_buffer(number, what, shape, found.entries.dtype))
+                dtype = found.entries.dtype if scales is None or what not in KEYS_AND_VALUES else FP8
+                entries.setdefault(kind, []).append(_buffer(number, what, shape, dtype))
             states += [_buffer(number, what, state.shape[1:], state.dtype) for what, state in per_sequence.items()]
         if entries and all(tokens > 1 for tokens, _ in entries):
             raise ModelError(f"{name} has no attention layer, whose tokens could be counted")
@@ -78,7 +94,7 @@ class StateLayout:
         ]
         if states:
             pools.append(PoolSpec("state", tuple(states), lookback=1, in_place=True))
-        layout = cls(page_tokens, chunk_tokens, tuple(pools), plans, tried.cache_class)
+        layout = cls(page_tokens, chunk_tokens, tuple(pools), plans, tried.cache_class, scales=scales)
         layout._try(model)
         return layout
 
@@ -147,6 +163,15 @@ class StateLayout:
             ends.append((computed // page + (ahead & -ahead).bit_length()) * page)
         return min(end for end in ends if end > computed)
 
+    @property
+    def kv_cache_dtype(self) -> str:
+        """What --kv-cache-dtype says."""
+        return "auto" if self.scales is None else "fp8_e4m3"
+
+    def scale(self, buffer: str) -> float:
+        """By which the numbers of a buffer were divided."""
+        return (self.scales or {}).get(buffer, 1.0)
+
     def pool(self, name: str) -> PoolSpec:
         return next(pool for pool in self.pools if pool.name == name)
 
@@ -205,7 +230,8 @@ class Workspace:
             self.max_tokens, window_capacity(pool.lookback or 0, self.layout.page_tokens, self.layout.chunk_tokens)
         )
         data = torch.empty(capacity // tokens, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
-        return Tape(data, per_page, self.max_tokens // tokens, pool.lookback and pool.lookback * per_page)
+        keep = pool.lookback and pool.lookback * per_page
+        return Tape(data, per_page, self.max_tokens // tokens, keep, self.layout.scale(buffer.name))
 
     @property
     def tokens(self) -> int:
@@ -227,7 +253,7 @@ class Workspace:
         for buffer in pool.buffers:
             into = self._states[buffer.name] if pool.in_place else self._tapes[buffer.name].extend(positions)
             assert len(into) == len(slots) == len(positions)  # or torch would resize it
-            self._copy_in(buffer, arena[buffer.name], index, into)
+            self._copy_in(buffer, movable(arena[buffer.name]), index, movable(into))
         known = 0 if pool.in_place else self._loaded[pool_name]
         self._loaded[pool_name] = known | boundaries.span(positions.start, positions.stop)
 
@@ -271,10 +297,10 @@ class Workspace:
                     f"{pool_name} pages {start} to {stop - 1} are not whole: "
                     f"{tape.front} to {tape.end} are here, {tape.per_page} a page"
                 )
-                pages = tape.pages(start, stop)
+                pages = movable(tape.pages(start, stop))
                 if not consecutive:
                     pages = pages[[position - start for position in positions]]
-            arena[buffer.name].index_copy_(0, index, pages)
+            movable(arena[buffer.name]).index_copy_(0, index, pages)
 
     def own(self) -> None:
         """Copy windows and states that are views of a batch's tensors into its own, or it would keep those alive."""

@@ -309,6 +309,7 @@ class _Front:
     def _snapshot(self) -> Snapshot:
         """The numbers of one moment, for /metrics."""
         engine, cache, counts = self._engine, self._engine.cache, self._engine.counts
+        model = engine.model
         try:
             storage = cache.worker.usage()  # first: it may be slow, and the rest is one consistent snapshot
         except StorageError:  # closed, or the medium is gone: the scrape has the rest
@@ -336,7 +337,7 @@ class _Front:
             storage=storage,
             storage_up=cache.up if attached is not None else None,
             storage_kinds=tuple(storage_kinds(cache)),
-            dtype=engine.model.identity.dtype,
+            dtype=model.identity.dtype if model.layout.scales is None else model.layout.kv_cache_dtype,
             output_rate=counts.output_rate.per_second(now),
             hit_rate=counts.cached_rate.total(now) / admitted if admitted else 0.0,
             tokenizing=len(self._preparing),

@@ -92,6 +92,7 @@ def state(engine: Engine, name: str) -> dict[str, Any]:
     return {
         **{field: told[field] for field in ("model_path", "tokenizer_path", "served_model_name")},
         "dtype": model.identity.dtype,
+        "kv_cache_dtype": model.layout.kv_cache_dtype,
         "context_length": model.max_tokens,
         "page_size": model.identity.page_tokens,
         "chunked_prefill_size": engine.turn_tokens,

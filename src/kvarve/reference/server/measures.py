@@ -33,7 +33,7 @@ def _facts(words: Sequence[str]) -> Facts:
     pages = _number(words, "--page-tokens") or PAGE_TOKENS
     chunks = _number(words, "--chunk-tokens") or max(Settings.chunk_tokens, pages)
     model, dtype = value_of(words, "--model") or Settings.model, value_of(words, "--dtype") or Settings.dtype
-    return describe_model(model, dtype, pages, chunks)
+    return describe_model(model, dtype, pages, chunks, value_of(words, "--kv-cache-dtype") or Settings.kv_cache_dtype)
 
 
 def _number(words: Sequence[str], name: str) -> int:

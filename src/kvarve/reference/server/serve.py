@@ -39,6 +39,7 @@ from kvarve.reference.engine.model import (
     check_device,
     check_model,
     choose_device,
+    in_fp8,
     keeping_answers,
     load_model,
     quiet_libraries,
@@ -179,11 +180,12 @@ class Server:
         """The server's configuration as text for the operator."""
         settings, model, cache = self.settings, self.engine.model, self.engine.cache
         weights = format_size(sum(tensor.nbytes for tensor in model.model.parameters()))
+        kept = "" if model.layout.scales is None else ", keys and values in FP8"
         each = f" on each of {settings.tp} ranks" if settings.tp > 1 else ""
         lines = [
             ("model", f"{model.name}, {model.identity.architecture.split()[0]}, {model.identity.dtype}"),
             ("", f"{weights} of weights{each}, context {model.max_tokens} tokens, {settings.device}"),
-            ("pages", f"{settings.page_tokens} tokens, prompts computed {settings.chunk_tokens} at a time"),
+            ("pages", f"{settings.page_tokens} tokens{kept}, prompts computed {settings.chunk_tokens} at a time"),
         ]
         for number, pool in enumerate(model.layout.pools):
             counts = {
@@ -236,7 +238,8 @@ def _check_memory(settings: Settings) -> None:
     ranks it is known once each has its part."""
     if sum(_weight_files(settings)) < SLOW_WEIGHTS_BYTES or settings.tp > 1 or settings.hits == "rounded":
         return
-    found = describe_model(settings.model, settings.dtype, settings.page_tokens, settings.chunk_tokens)
+    shape = settings.page_tokens, settings.chunk_tokens
+    found = describe_model(settings.model, settings.dtype, *shape, settings.kv_cache_dtype)
     pools = (PoolSpec(e.name, (BufferSpec("bytes", (e.page_bytes,), "uint8"),), e.lookback) for e in found.pools)
     unread = ModelIdentity(found.name, "any", found.dtype, found.page_tokens, found.chunk_tokens, tuple(pools))
     check(unread, settings.cache, settings.device)
@@ -268,6 +271,7 @@ def _model(settings: Settings, ranks: Ranks | None) -> LoadedModel:
         chunk_tokens=settings.chunk_tokens,
         ranks=ranks,
         rounded=settings.hits == "rounded",
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     model = with_chat_template(with_context(model, settings.context_length), settings.chat_template)
     return keeping_answers(model) if settings.hits == "rounded" else model
@@ -465,6 +469,7 @@ def _check_numbers(settings: Settings) -> Checks:
     yield partial(require, 0 <= first_s <= drain_s or drain_s < 0, "drain_at_least_s", words, first_s)
     known = "exact", "rounded"
     yield partial(require, settings.hits in known, "hits", f"one of {', '.join(known)}", settings.hits)
+    yield partial(in_fp8, settings.kv_cache_dtype)
 
 
 def _check_names(settings: Settings) -> Checks:

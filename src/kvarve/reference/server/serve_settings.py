@@ -12,12 +12,13 @@ from kvarve.core.policies import Policies
 from kvarve.errors import ConfigError
 from kvarve.pages.sizes import Size
 from kvarve.reference.server.keyfile import Keyring
-from kvarve.settings.commands import Dtype
+from kvarve.settings.commands import Dtype, KvCacheDtype
 from kvarve.settings.options import FLAT
 
 # The options in the help of `kvarve serve`. Test: each is here or among those that few need.
 GROUPS = {
-    "Model": "model served-model-name dtype device context-length chat-template hits page-tokens chunk-tokens threads",
+    "Model": "model served-model-name dtype kv-cache-dtype device context-length chat-template hits page-tokens "
+    "chunk-tokens",
     "Memory and tiers": "device-memory host-memory keep-states eviction salt-share",
     "Storage": "storage storage-key write-policy storage-wait",
     "Requests": "max-running max-waiting turn-tokens deterministic drain-s drain-at-least-s",
@@ -27,7 +28,7 @@ GROUPS = {
 }
 PAGE_TOKENS = 64  # of a page, where neither the settings nor the model say more
 ADVANCED = (
-    "verify-host hash-sample states load-at-least fetch-at-least host-share offload-pays-at storage-deadline-s "
+    "threads verify-host hash-sample states load-at-least fetch-at-least host-share offload-pays-at storage-deadline-s "
     "rank-deadline-s max-connections max-body-bytes ready-file"
 )
 
@@ -75,6 +76,8 @@ class Settings:
     other batch size causes it (rounded)"""
     dtype: Dtype = "auto"
     """Type in which the model computes; auto takes the checkpoint's"""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """Type in which keys and values are kept: the model's own (auto), or FP8 in half of bfloat16's bytes (fp8_e4m3)"""
     device: Literal["auto", "cpu", "cuda"] | str = "auto"
     """Device to compute on, as torch names it; auto takes a GPU if torch can use one"""
     tp: int = 1

@@ -102,7 +102,8 @@ def _shape(options: Verify) -> dict[str, Any]:
 
 
 def _load(options: Verify, ranks: Ranks | None = None) -> LoadedModel:
-    return load_model(options.model, device=options.device, ranks=ranks, **_shape(options))
+    kept = options.kv_cache_dtype
+    return load_model(options.model, device=options.device, ranks=ranks, kv_cache_dtype=kept, **_shape(options))
 
 
 def _prove_among(task: Task, console: Console) -> ProofReport:
@@ -183,6 +184,7 @@ def _about(model: LoadedModel, plan: Plan, hits: str) -> dict[str, Any]:
         "identity": str(model.identity),
         "numerics": model.identity.numerics,
         "dtype": model.identity.dtype,
+        "kv_cache_dtype": model.layout.kv_cache_dtype,
         "device": str(model.model.device),
         "pools": pools,
         "page_tokens": plan.page,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cache.scheduler import Prompt
@@ -18,11 +19,11 @@ from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.inputs import Evict
 from kvarve.reference.engine.job import Job
-from kvarve.reference.engine.layers import cache_argument, compute
+from kvarve.reference.engine.layers import FP8, cache_argument, compute, narrowed, widened
 from kvarve.reference.engine.model import LoadedModel, forward
 from kvarve.reference.engine.rank_processes import Ranks
 from kvarve.reference.engine.requests import Finish, Request, Sampling, TokenUsage
-from kvarve.reference.engine.workspace import Workspace
+from kvarve.reference.engine.workspace import StateLayout, Workspace
 from kvarve.system.background import BackgroundCall
 
 Step = Callable[[Tensor], Tensor]
@@ -69,6 +70,28 @@ def largest(found: Transcript, expected: Transcript, positions: Sequence[int]) -
     return max((float((a.double() - b.double()).abs().max()) for a, b in pairs), default=float("nan"))
 
 
+@contextmanager
+def _rounding(layout: StateLayout) -> Iterator[None]:
+    """Within it, transformers' own caches round keys and values as pages in FP8 do."""
+    theirs = Cache.update
+
+    def update(self: Any, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        def kept(states: Tensor, what: str) -> Tensor:
+            scale = layout.scale(f"layers.{layer_idx}.{what}")
+            return widened(narrowed(states, FP8, scale), states.dtype, scale)
+
+        rounded = kept(keys, "keys")
+        values = rounded if values is keys else kept(values, "values")
+        return theirs(self, rounded, values, layer_idx, *args, **kwargs)
+
+    if layout.scales is not None:
+        Cache.update = update
+    try:
+        yield
+    finally:
+        Cache.update = theirs
+
+
 class Uncached:
     """A model's transcripts without a cache, on the same grid of chunks; each prompt is computed once."""
 
@@ -98,7 +121,8 @@ class Uncached:
             logits: Tensor = output.logits[0, -1]
             return logits
 
-        return self._compute(prompt, step), cache
+        with _rounding(self.model.layout):
+            return self._compute(prompt, step), cache
 
     def _compute(self, prompt: Sequence[int], step: Step) -> Transcript:
         device, chunk, whole = self.model.model.device, self.model.layout.chunk_tokens, len(prompt)
