@@ -46,14 +46,14 @@ class Model:
 
 
 MODELS = {
-    "qwen3_5": Model("qwen3_5_text", _LINEAR | {"num_hidden_layers": 4}, "bfloat16", 384, 14, ("4MiB", "3MiB")),
+    "qwen3_5": Model("qwen3_5_text", _LINEAR | {"num_hidden_layers": 4}, "bfloat16", 384, 14, ("6MiB", "3MiB")),
     "qwen3_next": Model(
         "qwen3_next",
         _LINEAR | _EXPERTS | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 64},
         "bfloat16",
         384,
         14,
-        ("4MiB", "3MiB"),
+        ("6MiB", "3MiB"),
     ),
     # For two ranks, which share key heads of states, and one of which KV heads cannot be shared.
     "qwen3_5_wide": Model(
