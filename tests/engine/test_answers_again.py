@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engines import CHUNK, Make, a_model, a_prompt, a_request, by_hand, engines, turns
 from kvarve.cache.scheduler import Prompt
+from kvarve.core.observe.reasons import Reason
 from kvarve.pages.keys import pack
 from kvarve.pages.pools import MEMORY_TIERS
 from kvarve.reference.engine.answers_again import MOST, AnswersAgain
@@ -78,11 +79,21 @@ def test_an_answer_whose_prompt_has_left_memory_is_not_computed_again(make: Make
     assert engine.counts.recomputed_tokens == 0
 
 
-@pytest.mark.long
-def test_without_time_to_compute_it_again_an_answer_is_no_hit(make: Make) -> None:
+def test_without_time_to_compute_it_again_an_answer_is_no_hit_and_that_is_the_reason(make: Make) -> None:
     engine, prompt = make(exact=True, start=False), a_prompt(CHUNK - 4)
     ((_, ids, _),) = by_hand(engine, a_request(prompt, 8))
     assert cached(engine, [*prompt, *ids, 7]) == 0, "decoded pages serve nobody else"
+    assert engine.counts.reasons[Reason.ANSWER] == CHUNK
+    assert sum(engine.counts.reasons.values()) == len(prompt) + len(prompt) + len(ids) + 1
+
+
+def test_an_answer_that_is_computed_again_when_its_next_turn_comes_is_computed_once(make: Make) -> None:
+    engine, prompt = make(exact=True, start=False, turn_tokens=CHUNK), a_prompt(CHUNK - 4)
+    ((_, ids, _),) = by_hand(engine, a_request(prompt, CHUNK + 8))
+    turns(engine, lambda: engine.counts.recomputed_tokens == CHUNK)
+    assert cached(engine, [*prompt, *ids, 7]) == CHUNK
+    turns(engine, engine.at_rest)
+    assert engine.counts.recomputed_tokens == CHUNK, "the rest was computed with the next turn"
 
 
 def test_a_request_goes_before_an_answer_that_is_computed_again_and_loses_none_of_its_chunks(make: Make) -> None:

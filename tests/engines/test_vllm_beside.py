@@ -14,7 +14,7 @@ from tiny_models import MODELS
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.long]
 
 LONG = prompt(700, 1)
-EXTRA = {"host_memory": "64MiB"}
+EXTRA = {"host_memory": "64MiB", "storage": "memory://beside?capacity=16MiB"}
 Start = Callable[..., VllmProcess]
 
 # Of an engine: by name, its arguments, and how many tokens of the prompt the second request hits.
@@ -23,7 +23,10 @@ ENGINES: dict[str, tuple[dict[str, Any], int]] = {
     "priority": ({"scheduling_policy": "priority"}, 640),
     "fp8": ({"kv_cache_dtype": "fp8_e5m2"}, 640),
     "small-chunks": ({"max_num_batched_tokens": 80}, 640),
-    "chunked-off": ({"max_num_batched_tokens": 1536, "enable_chunked_prefill": False}, 640),
+    "chunked-off": (
+        {"max_num_batched_tokens": 1536, "enable_chunked_prefill": False, "num_gpu_blocks_override": 200},
+        640,
+    ),
     "cbor": ({"prefix_caching_hash_algo": "sha256_cbor"}, 640),
 }
 # Of a request: sampling parameters and what stands beside its tokens.

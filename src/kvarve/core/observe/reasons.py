@@ -37,6 +37,10 @@ class Reason(Enum):
         "unknown",
         "its page is new, or left so long ago that it is forgotten, or storage has not said whether it has it",
     )
+    ANSWER = (
+        "answer_waits",
+        "of an answer whose pages were not computed again by prefill when its prompt came: exact hits need that",
+    )
     ANOTHER_SAMPLE = (
         "another_sample",
         "in metrics alone: its prompt is counted already, for another of the n answers to the same request",

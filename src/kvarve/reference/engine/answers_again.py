@@ -54,13 +54,15 @@ class AnswersAgain:
             self.comes(again.prepared)
             self._waiting = [*self._waiting, again][-MOST:]
 
-    def comes(self, prompt: Prompt) -> None:
-        """A prompt is computed now, with all answers that it has."""
-        self._waiting = [
+    def comes(self, prompt: Prompt) -> int:
+        """A prompt is computed now, with all answers that it has; its tokens up to the end of the last one's chunks."""
+        found = [
             each
             for each in self._waiting
-            if each.prepared.root != prompt.root or not prompt.tokens.startswith(each.prepared.tokens)
+            if each.prepared.root == prompt.root and prompt.tokens.startswith(each.prepared.tokens)
         ]
+        self._waiting = [each for each in self._waiting if each not in found]
+        return max((each.tokens for each in found), default=0)
 
     def take(self) -> Again:
         """The last, whose prompt is likeliest to be in memory still."""

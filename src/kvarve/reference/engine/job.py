@@ -2,6 +2,7 @@
 all requests. It decides nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +35,7 @@ class Job(Task):
         # Why the prompt's tokens were cached or not, as the first of its samples found that was admitted; one for all.
         self.reasons: dict[Reason, int] = {} if first is None else first.reasons
         self.counts_prompt = False  # it is the one that found that
+        self.answer = 0  # tokens up to the end of an answer in its prompt that was not computed again when it came
         self.queued_s: float | None = None  # until then, from its submission
         self.began_s, self.last_s = 0.0, 0.0  # when it was first computed, and when its last token so far was sampled
         self.first_s: float | None = None  # when its first one was
@@ -45,6 +47,16 @@ class Job(Task):
         self.short_s: float | None = None  # since when it waits for slots for its next pages
         seed = sampling.seed
         self.random = torch.Generator().manual_seed(seed) if seed is not None else None
+
+    def explained(self, reasons: Mapping[Reason, int]) -> None:
+        """Why its prompt's tokens were cached or not, when it was admitted."""
+        self.reasons |= reasons
+        left = self.answer - (self.prompt - self.uncached)
+        for reason in (Reason.NEVER_SEEN, Reason.UNKNOWN):  # by the cache, which knows nothing of answers
+            if (waits := min(self.reasons.get(reason, 0), left)) > 0:
+                left -= waits
+                self.reasons[reason] -= waits
+                self.reasons[Reason.ANSWER] = self.reasons.get(Reason.ANSWER, 0) + waits
 
     @property
     def output_tokens(self) -> int:

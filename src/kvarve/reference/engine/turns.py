@@ -157,7 +157,7 @@ class Turns:
         """Have an answer computed again if there is nothing else to do, and else none."""
         jobs = len(self.scheduler.waiting) + len(self.scheduler.loading) + len(self.scheduler.running)
         if self._again is not None:
-            if jobs > 1:
+            if jobs > 1:  # a request that was preempted, say
                 self._end_again(back=True)
         elif not jobs and (again := self._next_again()) is not None:
             lease = self.cache.open(again.prepared, priority=again.priority, again=True)
@@ -210,8 +210,9 @@ class Turns:
     def _enqueue(self, request: Request, prompt: Prompt) -> None:
         if self._ended:
             return  # `_notify_all` tells it
-        if self._answers:
-            self._answers.comes(prompt)
+        if self._again is not None:  # it may be of this very prompt, which then computes it
+            self._end_again(back=True)
+        answer = 0 if self._answers is None else self._answers.comes(prompt)
         first = None if request.sample_of is None else self._jobs.get(request.sample_of)
         lease = self.cache.open(
             prompt,
@@ -229,6 +230,7 @@ class Turns:
             usage = TokenUsage.of(len(request.prompt), 0, None)
             self._finish(request, OutputChunk("", (), Finish.ERROR, usage, f"{type(e).__name__}: {e}"))
             return
+        job.answer = answer
         self._jobs[request.number] = job
         self.scheduler.join(job)
 
@@ -254,7 +256,7 @@ class Turns:
             job.workspace = PagedWorkspace.resumed(self.cache, job.lease, self.model.layout, tokens)
         if job.queued_s is None:
             if not job.reasons:
-                job.reasons |= self.cache.scheduler.core.explain(job.lease)
+                job.explained(self.cache.scheduler.core.explain(job.lease))
                 job.counts_prompt = True
             self.counts.began(job, time.monotonic())
 
