@@ -93,19 +93,20 @@ def test_with_one_word_a_hybrid_hits_inside_of_blocks(start: Start, monkeypatch:
 
 @pytest.mark.long
 def test_two_ranks_hit_inside_of_blocks(start: Start, tmp_path: Path) -> None:
-    """A block has 1,152 tokens there, of which each rank has some heads."""
+    """A block has 1,152 tokens there, of which each rank has some heads. The answers are those of the cold prompts: with
+    workers of its own vLLM's hit on the device has other logprobs, also without kvarve."""
     more = UNIT | {"tensor_parallel_size": 2, "worker_extension_cls": "rank_worker.RankWorker"}
     extra = {"host_memory": "96MiB", "storage": f"file://{tmp_path}/pages?capacity=64MiB", "storage_wait": "all"}
     told = []
     for seam in ("plain", "connector"):
         engine = start("qwen3_5_wide", seam, program="vllm_ranks.py", chunk=1152, more=more, extra=extra)
-        told.append([engine.ask(each) for each in (SHORT, LONG, SHORT, LONG)])
+        told.append([engine.ask(each) for each in (SHORT, LONG)])
         if seam == "connector":
             for place in ("reset", "forget"):
                 engine.call(place)
                 found = [engine.ask(each) for each in (SHORT, LONG)]
                 assert [each["cached"] for each in found] == [256, 960], place
-                assert all(map(same, found, told[0][2:])), place
+                assert all(map(same, found, told[0])), place
             assert engine.about()["wrong"] == []
         engine.close()
     assert all(map(same, *told))
