@@ -78,6 +78,7 @@ def test_ten_turns_of_a_chat_hit_from_the_host_what_they_hit_on_the_device(
     assert engine.about()["wrong"] == []
 
 
+@pytest.mark.long
 def test_with_one_word_a_hybrid_hits_inside_of_blocks(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps the states of long answers."""
     for name, value in {"KVARVE": "1", "KVARVE_STORAGE": "none", "KVARVE_HOST_MEMORY": "64MiB"}.items():
@@ -93,8 +94,8 @@ def test_with_one_word_a_hybrid_hits_inside_of_blocks(start: Start, monkeypatch:
 
 @pytest.mark.long
 def test_two_ranks_hit_inside_of_blocks(start: Start, tmp_path: Path) -> None:
-    """A block has 1,152 tokens there, of which each rank has some heads. The answers are those of the cold prompts: with
-    workers of its own vLLM's hit on the device has other logprobs, also without kvarve."""
+    """A block has 1,152 tokens there, of which each rank has some heads. The answers are those of the cold prompts:
+    with workers of its own vLLM's hit on the device has other logprobs, also without kvarve."""
     more = UNIT | {"tensor_parallel_size": 2, "worker_extension_cls": "rank_worker.RankWorker"}
     extra = {"host_memory": "96MiB", "storage": f"file://{tmp_path}/pages?capacity=64MiB", "storage_wait": "all"}
     told = []
