@@ -26,7 +26,7 @@ PLACES = [
     if (model, layout) != ("qwen3_one_head", "pp")
 ]
 LONG, TAIL = prompt(1300, 1), prompt(1200, 2)
-ROUNDS, PROMPTS = 20, [prompt(300, 11), prompt(300, 12)]
+ROUNDS, PROMPTS = 20, [prompt(1300, 11), prompt(1300, 12)]
 Start = Callable[..., VllmProcess]
 
 
@@ -65,8 +65,6 @@ def alone(begin: Start, place: tuple[str, str]) -> dict[str, Any]:
     engine = begin("plain")
     found: dict[str, Any] = {"cold": engine.ask(LONG), "device": engine.ask(LONG)}
     found |= {"longer": engine.ask(LONG + TAIL)}
-    if place == SHORT[0]:
-        found["rollouts"] = engine.call("rollouts", rounds=ROUNDS, prompts=PROMPTS)
     engine.close()
     return found
 
@@ -124,14 +122,14 @@ def test_trouble_of_one_ranks_storage_costs_hits_only(engine: VllmProcess, alone
     sound(engine)
 
 
-def test_a_loop_of_training_gets_each_answer_from_the_weights_of_its_round(
-    engine: VllmProcess, alone: dict[str, Any], place: tuple[str, str]
-) -> None:
-    if place != SHORT[0]:
-        pytest.skip("once")
-    for found, expected in zip(engine.call("rollouts", rounds=ROUNDS, prompts=PROMPTS), alone["rollouts"], strict=True):
+@pytest.mark.long
+def test_a_loop_of_training_gets_each_answer_from_the_weights_of_its_round(begin: Start, engine: VllmProcess) -> None:
+    other = begin("plain")
+    alone = other.call("rollouts", rounds=ROUNDS, prompts=PROMPTS)
+    other.close()
+    for found, expected in zip(engine.call("rollouts", rounds=ROUNDS, prompts=PROMPTS), alone, strict=True):
         assert all(map(same, found, expected))
-        assert [each["cached"] for each in found] == [0, 0, 256, 256]
+        assert all(each["cached"] > 0 for each in found[2:]) and not any(each["cached"] for each in found[:2])
     assert engine.about()["wrong"] == []
 
 
