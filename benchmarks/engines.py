@@ -173,12 +173,18 @@ def main() -> int:
     parser = arguments("What does kvarve cost behind another engine, and what does it bring?")
     parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where the files are written; a temporary folder")
     parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="of the environment that has vLLM")
+    parser.add_argument(
+        "--vllm-tp", type=int, default=1, metavar="N", help="with more than one: only cold and hits in vLLM"
+    )
     args = parser.parse_args()
     quick, about, python = args.quick, machine(), vllm.python_of(args.vllm_python)
     size = QUICK if quick else Size()
     tables: dict[str, list[dict[str, object]]] = {}
     with tempfile.TemporaryDirectory(prefix="kvarve-bench-", dir=args.dir) as name:
         folder = Path(name)
+        if python is not None and args.vllm_tp > 1:
+            rows, ratios = vllm.cost(python, folder, vllm.QUICK if quick else vllm.Size(), args.vllm_tp)
+            return told({f"A hybrid of 0.1B in vLLM, {args.vllm_tp} workers": rows}, ratios, about, args.json)
         rounds = [*tier_rounds(folder, size)]
         ratios = tier_ratios(rounds)
         title = f"vLLM's tier, {size.chunks} chunks of {size.row_bytes // MIB} MiB; best of {size.rounds}"
@@ -196,12 +202,18 @@ def main() -> int:
             ratios |= found
             tables["Tokens that are not computed of a prompt that the device has forgotten (1,000 are kept)"] = single
             tables[f"{asked.talks} conversations"] = many
+    return told(tables, ratios, about, args.json)
+
+
+def told(
+    tables: dict[str, list[dict[str, object]]], ratios: dict[str, float], about: dict[str, object], json: Path | None
+) -> int:
     for title, rows in tables.items():
         show(title, rows)
     for ratio, value in ratios.items():
         print(f"{ratio}: {value:.3f}")
     rows = [{"table": title} | row for title, table in tables.items() for row in table]
-    write_json(args.json, {"machine": about, "rows": rows, "ratios": ratios})
+    write_json(json, {"machine": about, "rows": rows, "ratios": ratios})
     return 0
 
 

@@ -112,11 +112,11 @@ def prompt(dice: random.Random, tokens: int) -> list[int]:
 # --- one request at a time
 
 
-def cost(python: Path, folder: Path, size: Size) -> tuple[list[dict[str, object]], dict[str, float]]:
+def cost(python: Path, folder: Path, size: Size, workers: int = 1) -> tuple[list[dict[str, object]], dict[str, float]]:
     """Single prompts: cold, in turns in engines with and without the connector; from host and storage."""
     dice, model = random.Random(11), "hybrid_100m"
     storage = f"file://{folder / 'pages'}?capacity=2GiB"
-    step = {"max_num_batched_tokens": 2048}
+    step = {"max_num_batched_tokens": 2048, "tensor_parallel_size": workers}
     off: list[dict[str, float]] = []
     on: list[dict[str, float]] = []
     cold: list[float] = []
