@@ -13,8 +13,10 @@ with warnings.catch_warnings():
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from kvarve.connectors.vllm.connector import KvarveConnector, check_engine, identity_of
+    from kvarve.connectors.vllm.groups import replicated
     from kvarve.connectors.vllm.vllm_metrics import KvarveStats
 
 from kvarve.connectors.engine_interfaces import engines
@@ -75,6 +77,24 @@ def test_beside_other_connectors_its_statistics_have_the_name_that_vllm_knows() 
     beside: Any = object.__new__(MultiConnector)
     beside._connectors = [side]
     assert [*beside.get_kv_connector_stats().data] == [KvarveConnector.__name__]
+
+
+def test_what_all_ranks_hold_is_told_by_the_group_and_by_every_number_of_heads() -> None:
+    """vLLM's CPU build has no prefix caching for MLA, so its groups are tried here alone."""
+
+    def spec(heads: int) -> Any:
+        return FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=32, dtype=torch.float32)
+
+    def of(spec: Any, ranks: int = 2, **heads: int) -> bool:
+        model = {"hf_text_config": Config(**heads), "get_total_num_kv_heads": lambda: heads["num_key_value_heads"]}
+        found = config(parallel_config__tensor_parallel_size=ranks)
+        found.model_config = Config(**model)
+        return replicated(spec, found)
+
+    assert of(SimpleNamespace(max_tp_shards=1)) and of(SimpleNamespace(tp_replicated=True))
+    assert of(spec(1), num_key_value_heads=1) and not of(spec(1), ranks=1, num_key_value_heads=1)
+    assert not of(spec(1), num_key_value_heads=2), "each rank has one of two"
+    assert not of(spec(1), num_key_value_heads=1, num_global_key_value_heads=4), "other layers have several"
 
 
 def test_the_hooks_of_this_vllm_are_those_that_kvarve_knows() -> None:

@@ -96,6 +96,7 @@ def _connector(args: Any) -> None:
         return
     found = engine_defaults.settings(os.environ, _engines(args))
     args.kv_transfer_config = KVTransferConfig(kv_connector=NAME, kv_connector_extra_config=found)
+    args.has_kvarve_unasked = True
     log.info("KVARVE=1: an engine has %s", engine_defaults.said(found))
 
 
@@ -110,8 +111,12 @@ def _ours(config: Any) -> bool:
     return transfer is not None and transfer.kv_connector == NAME and engine_defaults.asked()
 
 
-def _states(_: Any, config: Any) -> None:
-    """Have vLLM hand over the states of each block of a hybrid, also those in the midst of answers."""
+def _states(args: Any, config: Any) -> None:
+    """Have vLLM hand over the states of each block of a hybrid, also those in the midst of answers. Where vLLM itself
+    has turned its prefix caching off, pages have no names."""
+    if getattr(args, "has_kvarve_unasked", False) and not config.cache_config.enable_prefix_caching:
+        log.warning("KVARVE=1 changes nothing, as vLLM has no prefix caching for this model on this device")
+        config.kv_transfer_config = None
     if _ours(config) and config.model_config.is_hybrid and config.cache_config.prefix_cache_retention_interval == 0:
         config.cache_config.prefix_cache_retention_interval = None
 
