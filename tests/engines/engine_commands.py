@@ -52,12 +52,11 @@ class Engine:
         self.llm = LLM(
             model=model,
             dtype=dtype,
-            skip_tokenizer_init=True,
             enforce_eager=True,
             enable_prefix_caching=True,
             disable_log_stats=False,
             kv_transfer_config=transfer(seam, extra),
-            **({"max_model_len": 4096, "max_num_seqs": 8} | more),
+            **({"max_model_len": 4096, "max_num_seqs": 8, "skip_tokenizer_init": True} | more),
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
 

@@ -83,3 +83,31 @@ def test_a_salt_finds_no_pages_of_another(engines: list[VllmProcess]) -> None:
     twice(engine, {}, {"cache_salt": "mine"})
     engine.call("reset")
     assert engine.call("ask_so", prompt=LONG, how={}, cache_salt="theirs")["cached"] == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "more"),
+    [
+        ("beams", {}),
+        ("one_of", {"choices": ["the", "a cat"]}),
+        ("embedding", {"runner": "pooling", "convert": "embed"}),
+    ],
+    ids=["beam-search", "structured-output", "embeddings"],
+)
+def test_other_ways_to_ask_get_from_the_host_what_they_get_without_kvarve(
+    start: Start, what: str, more: dict[str, Any]
+) -> None:
+    told = []
+    arguments = {} if "runner" not in more else more
+    asked = {} if arguments else more
+    for seam in ("plain", "connector"):
+        settings = {"num_gpu_blocks_override": 70, "max_model_len": 1536, "skip_tokenizer_init": False} | arguments
+        engine = start("gemma3_words", seam, more=settings, extra=EXTRA)
+        told.append([])
+        for _ in range(2):
+            told[-1].append(engine.call(what, prompt=LONG, **asked))
+            engine.call("reset")
+        restored = engine.about()["restored"]
+        engine.close()
+    assert [each[0] for each in told[0]] == [each[0] for each in told[1]]
+    assert restored, "the second request's pages came from the host"

@@ -4,12 +4,14 @@ Written by transformers in the engine's venv. The GDN kernel of vLLM's CPU build
 """
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
+TOKENIZER = Path(__file__).parents[2] / "src" / "kvarve" / "reference" / "engine" / "builtin" / "tiny-hybrid"
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -55,6 +57,10 @@ MODELS = {
         14,
         ("6MiB", "3MiB"),
     ),
+    # With the tokenizer of kvarve's own.
+    "gemma3_words": Model(
+        "gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128, "vocab_size": 2048}, "float32", 128, 70
+    ),
     # For two ranks, which share key heads of states, and one of which KV heads cannot be shared.
     "qwen3_5_wide": Model(
         "qwen3_5_text",
@@ -89,6 +95,9 @@ def made(name: str, folder: Path) -> Path:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | fields)), dtype=torch.float32)
         model.save_pretrained(path)
+        if name.endswith("_words"):
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(TOKENIZER / file, path)
         (path / "made.json").write_text(json.dumps(fields))
     return path
 

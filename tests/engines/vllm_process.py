@@ -102,6 +102,29 @@ class Watched(Engine):
         self.drain()
         return self._told(output)
 
+    def beams(self, prompt: list[int]) -> list[Any]:
+        from vllm.sampling_params import BeamSearchParams
+
+        (output,) = self.llm.beam_search([{"prompt_token_ids": prompt}], BeamSearchParams(beam_width=2, max_tokens=6))
+        self.drain()
+        return [[beam.tokens, beam.cum_logprob] for beam in output.sequences]
+
+    def embedding(self, prompt: list[int]) -> list[Any]:
+        """And how many of its tokens were cached."""
+        (output,) = self.llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
+        self.drain()
+        return [output.outputs.embedding, output.num_cached_tokens]
+
+    def one_of(self, prompt: list[int], choices: list[str]) -> list[Any]:
+        """An answer that is one of these, and how many of the prompt's tokens were cached."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        how = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=choices))
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)
+        self.drain()
+        return [output.outputs[0].text, output.num_cached_tokens]
+
     def load(self, adapter: dict[str, Any]) -> None:
         assert self.llm.llm_engine.add_lora(self._lora(adapter))
 
