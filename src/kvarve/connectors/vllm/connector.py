@@ -475,7 +475,8 @@ class WorkerSide(KvarveConnector):
             groups, found = groups_of(config, page), list[Strips | None]()
             for group in groups:
                 mine, cells = self._layers(group, kv_caches), group.cells(page)
-                found.append(divided(self._vllm_config, mine, group.block_tokens, cells) if cells > 1 else None)
+                layers = self._vllm_config, mine, config.num_blocks
+                found.append(divided(*layers, group.block_tokens, cells) if cells > 1 else None)
             if all(strips or group.cells(page) == 1 for group, strips in zip(groups, found, strict=True)):
                 return page, groups, found
         raise AssertionError("a page of whole blocks is no part of one")
