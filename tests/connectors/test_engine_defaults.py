@@ -1,5 +1,6 @@
 """What KVARVE=1 before an engine's command stands for, and what `kvarve doctor` says of it."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from kvarve.connectors import engine_defaults
 from kvarve.connectors.engine_interfaces import engines, signatures
 from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.errors import ConfigError
+from kvarve.storage import open_storage
 
 GIB = 1 << 30
 
@@ -42,7 +44,27 @@ def test_a_stores_capacity_stays_while_it_fills(state: Path, monkeypatch: pytest
     (state / "kvarve").mkdir()
     (state / "kvarve" / "slab").write_bytes(bytes(8 << 20))
     Disk.free -= 8 << 20
-    assert engine_defaults.default_storage() == before == "file://?capacity=25MiB"
+    assert engine_defaults.default_storage() == before == f"file://?capacity={16 << 20}"
+
+
+def test_a_server_that_joins_others_gives_their_store_the_capacity_that_it_has(state: Path) -> None:
+    """Else it could not open it, as the room on the disk is never the same."""
+    url = f"file://{state / 'kvarve'}?capacity=33MiB"
+    with contextlib.closing(open_storage(url, label=b"any", description="any")):
+        assert engine_defaults.default_storage() == f"file://?capacity={33 << 20}"
+    assert engine_defaults.default_storage() != f"file://?capacity={33 << 20}"
+
+
+def test_a_folder_that_cannot_be_used_is_one_error_and_matters_to_none_who_names_a_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def denied(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(ConfigError, match=r"\$KVARVE_STORAGE must be a URL or none, as .* cannot be used: .*denied"):
+        engine_defaults.settings({})
+    assert engine_defaults.settings({"KVARVE_STORAGE": "none"})["storage"] is None
 
 
 def test_variables_change_what_they_name(state: Path) -> None:

@@ -8,12 +8,16 @@ KVARVE_CONFIG=FILE        TOML, with the connector's keys, which these two varia
 
 import os
 import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from kvarve.errors import ConfigError
+from kvarve.errors import ConfigError, StorageError
 from kvarve.pages.sizes import format_size
 from kvarve.settings.values import closest
+from kvarve.storage.file.maintenance import capacity_in_use
 from kvarve.storage.urls import state_folder
 from kvarve.system.host import free_bytes
 
@@ -43,7 +47,9 @@ def settings(environment: Mapping[str, str], engines: int = 1) -> dict[str, Any]
     storage = environment.get("KVARVE_STORAGE", "").split()
     if storage:
         found["storage"] = None if storage == ["none"] else storage
-    return completed(found, engines) | {"storage": found.get("storage", default_storage())}
+    elif "storage" not in found:
+        found["storage"] = default_storage()
+    return completed(found, engines)
 
 
 def completed(given: Mapping[str, Any], engines: int = 1) -> dict[str, Any]:
@@ -57,12 +63,28 @@ def default_memory() -> int:
 
 
 def default_storage() -> str:
-    """A store in the user's state directory, for a quarter of the room that its disk has or the store fills."""
+    """A store in the user's state directory, as large as others have it open, or else for about a quarter of the room
+    that its disk has or the store fills: a power of two, so that servers that start together mean the same.
+
+    ConfigError: the directory cannot be used."""
     folder = state_folder()
-    place = next(each for each in (folder, *folder.parents) if each.exists())
-    held = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
-    room = min(MOST_BYTES, (shutil.disk_usage(place).free + held) // 4)
-    return f"file://?capacity={max(1, room >> 20)}MiB"
+    try:
+        place = next(each for each in (folder, *folder.parents) if each.exists())
+        with suppress(StorageError):  # it is no store yet
+            if place == folder and (theirs := capacity_in_use(folder)) is not None:
+                return f"file://?capacity={theirs}"
+        room = min(MOST_BYTES, (shutil.disk_usage(place).free + sum(_held(folder))) // 4)
+    except OSError as error:
+        raise ConfigError(f"$KVARVE_STORAGE must be a URL or none, as {folder} cannot be used: {error}") from None
+    return f"file://?capacity={room if room == MOST_BYTES else 1 << max(20, room.bit_length() - 1)}"
+
+
+def _held(folder: Path) -> Iterator[int]:
+    """The bytes on the disk of each file, of which other processes may remove some meanwhile."""
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            found = os.lstat(file)
+            yield found.st_blocks * 512 * stat.S_ISREG(found.st_mode)
 
 
 def said(found: Mapping[str, Any]) -> str:
@@ -70,7 +92,7 @@ def said(found: Mapping[str, Any]) -> str:
     from kvarve.storage.urls import shown
 
     memory, storage = found["host_memory"], found.get("storage") or ()
-    urls = [storage] if isinstance(storage, str) else storage
+    urls = [storage] if isinstance(storage, str) else storage if isinstance(storage, list) else [repr(storage)]
     where = [f"{shown(url)} ({state_folder()})" if url.startswith("file://?") else shown(url) for url in urls]
     size = format_size(memory) if isinstance(memory, int) else memory
     return f"{size} of host memory, and {', '.join(where) or 'no storage'}"

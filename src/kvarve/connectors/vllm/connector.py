@@ -56,6 +56,7 @@ from kvarve.connectors.vllm.groups import (
     identity_of_all,
     largest_of_stages,
     layout_of,
+    on_all_stages,
     replicated,
 )
 from kvarve.connectors.vllm.vllm_metrics import COUNTERS, KvarveMetrics, KvarveStats
@@ -475,8 +476,10 @@ class WorkerSide(KvarveConnector):
             groups, found = groups_of(config, page), list[Strips | None]()
             for group in groups:
                 mine, cells = self._layers(group, kv_caches), group.cells(page)
-                found.append(divided(self._vllm_config, mine, group.block_tokens, cells) if cells > 1 else None)
-            if all(strips or group.cells(page) == 1 for group, strips in zip(groups, found, strict=True)):
+                layers = self._vllm_config, mine, config.num_blocks
+                found.append(divided(*layers, group.block_tokens, cells) if cells > 1 else None)
+            whole = all(strips or group.cells(page) == 1 for group, strips in zip(groups, found, strict=True))
+            if on_all_stages(whole):
                 return page, groups, found
         raise AssertionError("a page of whole blocks is no part of one")
 

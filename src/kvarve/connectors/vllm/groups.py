@@ -87,10 +87,10 @@ def identity_of(
 def layout_of(spec: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     """How the bytes of a group's blocks lie, for the identity."""
     found = []
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():  # a pipeline stage may have others than that of another engine
         strides = tensor.stride()
         order = sorted(range(1, tensor.dim()), key=lambda axis: -strides[axis])
-        found.append(f"{tuple(tensor.shape[1:])} {tensor.dtype} {order}")
+        found.append(f"{name} {tuple(tensor.shape[1:])} {tensor.dtype} {order}")
     return f"{spec.kv_cache_spec!r} {found}"
 
 
@@ -105,6 +105,8 @@ def replicated(spec: Any, config: "VllmConfig") -> bool:
     some states, and not of a single KV head, of which each rank has a copy."""
     if config.parallel_config.tensor_parallel_size == 1:
         return False
+    if layers := getattr(spec, "kv_cache_specs", None):  # whose blocks have other sizes
+        return all(replicated(each, config) for each in layers.values())
     if getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False):
         return True
     if get_kv_cache_spec_kind(spec).value == "mamba" or spec.num_kv_heads != 1:
@@ -113,6 +115,15 @@ def replicated(spec: Any, config: "VllmConfig") -> bool:
     fields = config.model_config.hf_text_config.to_dict().items()
     heads = [value for name, value in fields if re.search("(kv|key_value).*heads", name) and value]
     return config.model_config.get_total_num_kv_heads() == 1 and all(each == 1 for each in heads)
+
+
+def on_all_stages(good: bool) -> bool:
+    """Whether something is so on all pipeline stages. Each has to ask."""
+    stages = get_pp_group()
+    found: list[Any] = [good] * stages.world_size
+    if stages.world_size > 1:
+        torch.distributed.all_gather_object(found, good, group=stages.cpu_group)
+    return all(found)
 
 
 def largest_of_stages(pools: list[PoolSpec]) -> list[PoolSpec]:

@@ -36,7 +36,7 @@ def load() -> None:
             return
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
         _around(KVTransferConfig, "__post_init__", before=_role)
-        _around(EngineArgs, "create_engine_config", before=_connector if asked else _settings, after=_states)
+        _around(EngineArgs, "create_engine_config", before=_connector if asked else _settings, after=_made)
         _around(Executor, "get_kv_cache_specs", after=_unit)
     except (ImportError, AttributeError) as error:
         if asked:
@@ -74,6 +74,10 @@ def _role(transfer: Any) -> None:
 def _settings(args: Any) -> None:
     """Give a connector that an engine's arguments name the settings that it lacks."""
     transfer = args.kv_transfer_config
+    if isinstance(transfer, dict):  # vLLM makes a config of it afterwards
+        from vllm.config import KVTransferConfig
+
+        transfer = args.kv_transfer_config = KVTransferConfig(**transfer)
     if transfer is not None and transfer.kv_connector == NAME:
         found = engine_defaults.completed(transfer.kv_connector_extra_config, _engines(args))
         transfer.kv_connector_extra_config = found
@@ -89,10 +93,10 @@ def _connector(args: Any) -> None:
         "--no-enable-prefix-caching": args.enable_prefix_caching is False,
     }
     if any(instead.values()):
+        _settings(args)
         if args.kv_transfer_config is None or args.kv_transfer_config.kv_connector != NAME:
             names = [name for name, given in instead.items() if given]
             log.warning("KVARVE=1 changes nothing, as this engine has %s", " and ".join(names))
-        _settings(args)
         return
     found = engine_defaults.settings(os.environ, _engines(args))
     args.kv_transfer_config = KVTransferConfig(kv_connector=NAME, kv_connector_extra_config=found)
@@ -105,18 +109,30 @@ def _engines(args: Any) -> int:
     return int(args.data_parallel_size_local or args.data_parallel_size)
 
 
+def _named(config: Any) -> bool:
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == NAME
+
+
 def _ours(config: Any) -> bool:
     """Whether an engine has kvarve by KVARVE=1, which also sets what its user has not."""
-    transfer = config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == NAME and engine_defaults.asked()
+    return _named(config) and engine_defaults.asked()
 
 
-def _states(args: Any, config: Any) -> None:
-    """Have vLLM hand over the states of each block of a hybrid, also those in the midst of answers. Where vLLM itself
-    has turned its prefix caching off, pages have no names."""
-    if getattr(args, "has_kvarve_unasked", False) and not config.cache_config.enable_prefix_caching:
-        log.warning("KVARVE=1 changes nothing, as vLLM has no prefix caching for this model on this device")
-        config.kv_transfer_config = None
+def _made(args: Any, config: Any) -> None:
+    """Take back what vLLM concludes from a connector that loads, and have it hand over the states of each block of a
+    hybrid, also those in the midst of answers. With KVARVE=1 an engine that kvarve cannot serve goes without."""
+    if _named(config) and (images := config.model_config.multimodal_config) is not None:
+        # vLLM accepts images as embeddings from any client, even missing ones, where others compute the prompts.
+        images.allow_missing_mm_embeddings, images.enable_mm_embeds = False, args.enable_mm_embeds
+    if getattr(args, "has_kvarve_unasked", False):
+        from kvarve.connectors.vllm.groups import check_engine
+
+        try:
+            check_engine(config)
+        except ConfigError as error:
+            log.warning("KVARVE=1 changes nothing, as this engine cannot have kvarve: %s", error)
+            config.kv_transfer_config = None
     if _ours(config) and config.model_config.is_hybrid and config.cache_config.prefix_cache_retention_interval == 0:
         config.cache_config.prefix_cache_retention_interval = None
 
@@ -124,6 +140,8 @@ def _states(args: Any, config: Any) -> None:
 def _unit(executor: Any, specs: Any) -> None:
     """Have prompts of a hybrid hit inside of blocks, which have hundreds of tokens: as finely as these allow, once it
     is known how long they are."""
+    if not _ours(executor.vllm_config):
+        return
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     cache = executor.vllm_config.cache_config
@@ -131,5 +149,5 @@ def _unit(executor: Any, specs: Any) -> None:
     kinds = {get_kv_cache_spec_kind(spec).value for spec in found}
     if "mamba" in kinds and kinds <= {"mamba", "full_attention", "mla_attention"} and cache.prefix_match_unit is None:
         unit = math.gcd(UNITS[-1], *(spec.block_size for spec in found))
-        if _ours(executor.vllm_config) and unit in UNITS:
+        if unit in UNITS:
             cache.prefix_match_unit = unit

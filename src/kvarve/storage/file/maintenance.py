@@ -16,7 +16,7 @@ import numpy as np
 
 from kvarve.storage.base import group_of
 from kvarve.storage.file._clock import CLOCK, read_clock
-from kvarve.storage.file._processes import is_in_use
+from kvarve.storage.file._processes import is_in_use, processes, seen
 from kvarve.storage.file._slabs import Broken, RowSpan, Slab, states_of, without_tables
 from kvarve.storage.file._table import BROKEN, STORED, owner_of, times
 from kvarve.storage.file.disk import Directory, Disk, NotOurs
@@ -105,6 +105,20 @@ def contents(directory: str | os.PathLike[str]) -> Contents:
 def models(directory: str | os.PathLike[str]) -> list[Model]:
     """The models of a folder. StorageError if it is no store."""
     return contents(directory).models
+
+
+def capacity_in_use(directory: str | os.PathLike[str]) -> int | None:
+    """The capacity in bytes with which processes have a store open; None: none has. StorageError if it is no store."""
+    disk = Disk()
+    with opened_read_only(disk, checked_path(directory)) as (_, folders):
+        if folders is None:
+            return None
+        for model in known_models(disk, folders)[0]:
+            with disk.closing(disk.enter_below(folders, model.name)) as folder:
+                for found in (seen(disk, folder, number) for number in processes(disk, folder)):
+                    if found is not None and found.locked and found.capacity_bytes is not None:
+                        return found.capacity_bytes
+    return None
 
 
 class Inspection:
