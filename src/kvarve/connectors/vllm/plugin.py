@@ -147,7 +147,7 @@ def _unit(executor: Any, specs: Any) -> None:
     cache = executor.vllm_config.cache_config
     found = [spec for worker in specs for spec in worker.values()]
     kinds = {get_kv_cache_spec_kind(spec).value for spec in found}
-    if "mamba" in kinds and kinds <= {"mamba", "full_attention", "mla_attention"} and cache.prefix_match_unit is None:
+    if kinds == {"mamba", "full_attention"} and cache.prefix_match_unit is None:  # others' blocks are not divided
         unit = math.gcd(UNITS[-1], *(spec.block_size for spec in found))
         if unit in UNITS:
             cache.prefix_match_unit = unit
