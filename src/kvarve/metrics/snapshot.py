@@ -29,7 +29,7 @@ class Snapshot:
     cache: Mapping[str, float]  # PrefixCache.stats()
     ages: Ages
     flows: Mapping[str, Flow]  # by lane
-    storage: StorageUsage | None
+    storage: StorageUsage | None = None
     storage_up: bool | None = None  # None: there is none
     storage_kinds: tuple[str, ...] = ()  # schemes of its URLs, nearest first
     dtype: str = ""

@@ -55,7 +55,9 @@ def reasons(sample: Sample) -> dict[Reason, int]:
 class History:
     """One thread adds; any thread reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: bool = True) -> None:
+        """`requests`: whether the series have these."""
+        self._requests = requests
         self._fine: deque[Sample] = deque(maxlen=FINE)
         self._coarse: deque[Sample] = deque(maxlen=COARSE)
         self._open: list[Sample] = []  # not joined yet
@@ -101,20 +103,24 @@ class History:
         found = each(reasons)
         cached = [*map(by_tier, found)]
         tiers = dict.fromkeys(name for sample in samples for name in sample.held)
-        return {
+        series = {
             "every_s": EVERY_S * (JOINED if hour else 1),
             "unix_s": each(lambda sample: round(sample.unix_s, 1)),
             "seconds": each(lambda sample: round(sample.seconds, 1)),
             "bytes": {tier: each(lambda sample, tier=tier: sample.held.get(tier)) for tier in tiers},  # type: ignore[misc]
             "prompt_tokens": [sum(one.values()) for one in found],
             "cached_tokens": {tier.name.lower(): [one[tier.name.lower()] for one in cached] for tier in Tier},
+            "marks": [*self._marks],
+        }
+        if not self._requests:
+            return series
+        return series | {
             "ttft_p50_s": each(lambda sample: short(sample.ttft_s[0])),
             "ttft_p95_s": each(lambda sample: short(sample.ttft_s[1])),
             "running": each(lambda sample: sample.running),
             "waiting": each(lambda sample: sample.waiting),
             "requests": each(lambda sample: int(sample.happened.get(REQUESTS, 0))),
             "output_tokens": each(lambda sample: int(sample.happened.get(OUTPUT, 0))),
-            "marks": [*self._marks],
         }
 
 
