@@ -142,7 +142,7 @@ class Live(CacheLive):
         self._asking: Future[list[Hottest]] | None = None
         self._asked_s = 0.0
         self._cache.scheduler.core.watch()
-        super().__init__(name, engine.cache.identity, requests=True)
+        super().__init__(name, engine.cache.identity, engine.ends, tells_requests=True)
 
     # --- any thread
 
@@ -177,22 +177,28 @@ class Live(CacheLive):
         )
 
     def told(self, hour: bool = False) -> dict[str, Any]:
-        told, at_s = super().told(hour), time.monotonic()
+        told, at_s, model, counts = super().told(hour), time.monotonic(), self._engine.model, self._engine.counts
         running, waiting = self._engine.load()
         open_count, open_requests = self.recent.open(at_s)
         p50, p95, count = self.recent.ttfts(at_s)
-        one, speed = self._history.last(WINDOW_S), self._speed()
+        one = self._history.last(WINDOW_S)
+        timed = counts.computed_tokens and counts.prefill_compute_s  # the first tokens are counted before their time
+        speed = counts.computed_tokens / counts.prefill_compute_s if timed else None
+        cached = sum(told["late"]["cached_tokens"].values())
+        facts = {"context": model.max_tokens, "grid_tokens": model.layout.grid_tokens}
 
         def rate(happened: float) -> float:
             return 0.0 if one is None else round(happened / one.seconds, 2)
 
         return told | {
+            "facts": told["facts"] | facts | {"shortest_hit": model.layout.shortest_hit},
+            "late": told["late"] | {"saved_s": None if speed is None else round(cached / speed, 6)},
             "draining": self._draining(),
             "running": running,
             "waiting": waiting,
             "tokenizing": self._tokenizing(),
             "rejected": {str(status): count for status, count in sorted(self._rejected().items())},
-            "preempted": self._engine.counts.preempted,
+            "preempted": counts.preempted,
             "ttft_s": {"p50": p50, "p95": p95, "requests": count},
             "prefill_tokens_per_s": speed and round(speed, 1),
             "per_s": {
@@ -200,15 +206,12 @@ class Live(CacheLive):
                 "output_tokens": rate(one.happened[OUTPUT] if one else 0),
                 "prompt_tokens": rate(sum(reasons(one).values()) if one else 0),
             },
-            "total": told["total"] | {"requests": self._engine.counts.finished},
+            "total": told["total"] | {"requests": counts.finished},
             "open": {"count": open_count, "requests": open_requests},
             "requests": self.recent.ended(at_s),
         }
 
     # --- parts of it
-
-    def _ends(self, within_s: float) -> bool:
-        return self._engine.ends(within_s)
 
     def _status(self) -> dict[str, Any]:
         return self._engine.admin.status()
@@ -236,16 +239,6 @@ class Live(CacheLive):
     def _last_error(self) -> str:
         attached = self._cache.worker.attached
         return attached.storage.last_error if attached is not None else ""
-
-    def _facts(self, now: Snapshot) -> dict[str, Any]:
-        model = self._engine.model
-        facts = {"context": model.max_tokens, "grid_tokens": model.layout.grid_tokens}
-        return super()._facts(now) | facts | {"shortest_hit": model.layout.shortest_hit}
-
-    def _speed(self) -> float | None:
-        counts = self._engine.counts
-        timed = counts.computed_tokens and counts.prefill_compute_s  # the first tokens are counted before their time
-        return counts.computed_tokens / counts.prefill_compute_s if timed else None
 
     def _advice(self, found: Mapping[Reason, int], now: Snapshot) -> str:
         return advice(

@@ -33,7 +33,6 @@ from kvarve.reports import COLORS
 log = logging.getLogger(__name__)
 
 FRESH_S = 0.5
-STORAGE_EVERY = 5  # samples; a storage may be slow to say what it holds
 HOTTEST = 20
 SLOW_S = 5.0  # from then on a call, or an engine that does not answer, is trouble
 REFUSALS = {
@@ -85,14 +84,18 @@ def page_routes() -> APIRouter:
 
 
 class CacheLive:
-    """The numbers of one cache. Its thread samples until `_ends`."""
+    """The numbers of one cache."""
 
     INSTEAD = ""  # what an operator can do about a storage that is down
+    STORAGE_EVERY = 5  # samples; a storage may be slow to say what it holds
 
-    def __init__(self, name: str, identity: ModelIdentity, *, requests: bool = False) -> None:
-        """`name`: of the model; `requests`: whether the engine tells of these."""
-        self._name, self._identity = name, identity
-        self._history = History(requests)
+    def __init__(
+        self, name: str, identity: ModelIdentity, ends: Callable[[float], bool], *, tells_requests: bool
+    ) -> None:
+        """`name`: of the model; `ends`: waits for that long, and says whether there is nothing to sample any more;
+        `tells_requests`: whether the engine does."""
+        self._name, self._identity, self._ends = name, identity, ends
+        self._history = History(tells_requests)
         self._began_s = self._sampled_s = time.monotonic()
         self._counted: dict[Reason | str, float] = {}  # at the last sample
         self._storage: dict[str, Any] = {}
@@ -113,10 +116,6 @@ class CacheLive:
         """The numbers of this moment, or of the last one that is known; those of the storage may be left out."""
         raise NotImplementedError
 
-    def _ends(self, within_s: float) -> bool:
-        """Wait until there is nothing to sample any more; False after `within_s`."""
-        raise NotImplementedError
-
     def _status(self) -> dict[str, Any]:
         """Of the storage, as `Attached.status`, with whether one is `attached`."""
         raise NotImplementedError
@@ -133,12 +132,6 @@ class CacheLive:
         """Of the storage."""
         return self._storage.get("last_error") or ""
 
-    def _facts(self, now: Snapshot) -> dict[str, Any]:
-        """What does not change while it serves, but for the storage."""
-        identity = self._identity
-        facts = {"dtype": identity.dtype, "page_tokens": identity.page_tokens, "ranks": identity.ranks}
-        return facts | {"storage": [*now.storage_kinds]}
-
     def _advice(self, found: Mapping[Reason, int], now: Snapshot) -> str:
         """One sentence about the computed ones of those tokens of prompts."""
         raise NotImplementedError
@@ -146,10 +139,6 @@ class CacheLive:
     def _ttfts(self, at_s: float) -> tuple[float | None, float | None]:
         """The median and the 95th percentile of the times to first token of late."""
         return None, None
-
-    def _speed(self) -> float | None:
-        """Prompt tokens computed a second, if that is known."""
-        return None
 
     # --- any thread
 
@@ -171,21 +160,22 @@ class CacheLive:
     def told(self, hour: bool = False) -> dict[str, Any]:
         """All that the page shows."""
         self._look()
-        at_s, now = time.monotonic(), self.now()
+        at_s, now, identity = time.monotonic(), self.now(), self._identity
+        facts = {"dtype": identity.dtype, "page_tokens": identity.page_tokens, "ranks": identity.ranks}
         return {
             "model": self._name,
             "version": __version__,
             "up": now.up,
             "now": round(time.time(), 3),
             "up_s": round(at_s - self._began_s, 1),
-            "facts": self._facts(now),
+            "facts": facts | {"storage": [*now.storage_kinds]},
             **self._late(now),
             "trouble": self._trouble(now),
             "tiers": [self._tier(tier, now.cache) for tier in self._tiers],
             "storage": self._storage,
             "history": self._history.told(hour),
             "lanes": self._lanes(now.cache),
-            "hottest": [_prefix(each, self._identity.page_tokens) for each in self._hottest],
+            "hottest": [_prefix(each, identity.page_tokens) for each in self._hottest],
             "hottest_ago_s": round(at_s - self._hottest_s, 1),
             "reasons": {reason.value: reason.meaning for reason in Reason},
         }
@@ -196,7 +186,7 @@ class CacheLive:
         self._note_changes()
         if self._countdown == 0:
             self._storage = self._of_storage()
-        self._countdown = (self._countdown + 1) % STORAGE_EVERY
+        self._countdown = (self._countdown + 1) % self.STORAGE_EVERY
         counted: dict[Reason | str, float] = {REQUESTS: sum(now.ends.values()), OUTPUT: now.output_tokens}
         counted |= {reason: tokens for reason, tokens in now.reasons.items() if reason is not Reason.ANOTHER_SAMPLE}
         counted |= {name: flow.bytes.sum for name, flow in now.flows.items()}
@@ -230,9 +220,9 @@ class CacheLive:
     def _note_changes(self) -> None:
         (attached, up, draining), (now_attached, now_up, now_draining) = self._state, self._look_around()
         self._state = now_attached, now_up, now_draining
-        if now_attached is not attached or now_up != up:
+        if now_attached != attached or now_up != up:
             self._countdown = 0
-        if now_attached is not attached:
+        if now_attached != attached:
             kinds = ", then ".join(self.now().storage_kinds)
             self.mark("attach" if kinds else "detach", f"storage: {kinds or 'none'}")
         elif now_up != up:
@@ -249,7 +239,7 @@ class CacheLive:
 
     def _late(self, now: Snapshot) -> dict[str, Any]:
         """What became of prompts in the last five minutes and since the start."""
-        five, speed = self._history.last(EVERY_S * FINE), self._speed()
+        five = self._history.last(EVERY_S * FINE)
         found = {} if five is None else reasons(five)
         cached, all_cached = by_tier(found), sum(by_tier(now.reasons).values())
         return {
@@ -258,7 +248,6 @@ class CacheLive:
                 "prompt_tokens": sum(found.values()),
                 "cached_tokens": cached,
                 "reasons": {reason.value: tokens for reason, tokens in found.items()},
-                "saved_s": None if speed is None else round(sum(cached.values()) / speed, 6),
                 "advice": self._advice(found, now),
             },
             "total": {"prompt_tokens": now.prompt_tokens, "cached_tokens": all_cached},

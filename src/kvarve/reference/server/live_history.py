@@ -6,6 +6,7 @@ Five minutes are kept at the pace of the samples, an hour at ten seconds. No thr
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from kvarve.core.observe.reasons import HITS, Reason
@@ -141,7 +142,7 @@ _CHANGES: Mapping[Reason, tuple[str, str | None]] = {
     Reason.FAILED_CHECK: ("failed its check", "look at the memory or the medium that damages pages"),
     Reason.STATE_MISSING: (
         "has its attention pages here, and no state or window to resume from",
-        "more --keep-states, such as every:N, brings it back",
+        "{more_states} brings it back",
     ),
     Reason.BELOW_GRID: (
         "lies behind the last line of the prefill grid, {grid} tokens apart",
@@ -156,10 +157,17 @@ _CHANGES: Mapping[Reason, tuple[str, str | None]] = {
 
 
 def advice(
-    tokens: Mapping[Reason, int], *, grid: int, rounded: bool = False, host: bool = True, storage: bool = True
+    tokens: Mapping[Reason, int],
+    *,
+    grid: int,
+    rounded: bool = False,
+    host: bool = True,
+    storage: bool = True,
+    words: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """One sentence about those `tokens` of prompts that were computed: the largest part of them that a setting changes,
-    and which; else the largest part. "" if none were computed. `grid`: where prompts resume, in tokens."""
+    and which; else the largest part. "" if none were computed. `grid`: where prompts resume, in tokens; `words`: for
+    settings of another engine."""
     computed = {reason: some for reason, some in tokens.items() if reason in _CHANGES and some}
     if not computed:
         return ""
@@ -172,10 +180,11 @@ def advice(
     among = changed or computed
     reason = max(among, key=lambda reason: among[reason])
     what, change = _CHANGES[reason]
-    words = {
+    named = {
         "grid": grid,
         "grid_option": "a smaller --page-tokens" if rounded else "a smaller --chunk-tokens, or --hits rounded,",
         "more_device": "more --device-memory" if host else "--host-memory",
         "more_host": "more --host-memory" if storage else "more --host-memory, or a --storage,",
+        "more_states": "more --keep-states, such as every:N,",
     }
-    return f"{among[reason] / all_tokens:.0%} {what}: {change or _NEW}".format(**words) + "."
+    return f"{among[reason] / all_tokens:.0%} {what}: {change or _NEW}".format(**{**named, **words}) + "."
