@@ -18,8 +18,9 @@ from talk import CHAT, COMPLETIONS, LONG_S, complete, refused, stream
 from kvarve.cli.admin_client import describe
 from kvarve.core.copies.effects import Refusal
 from kvarve.pages.keys import KEY_BYTES, group_name, root_key
-from kvarve.reference.server import live
-from kvarve.reference.server.live import ENDED, OPEN, Live, page_files
+from kvarve.reference.server import live, live_cache
+from kvarve.reference.server.live import ENDED, OPEN, Live
+from kvarve.reference.server.live_cache import page_files
 from kvarve.reference.server.live_history import COARSE, FINE, JOINED
 from kvarve.reference.server.serve import Server
 from kvarve.storage import FileStorage, StorageUsage
@@ -192,7 +193,7 @@ def test_the_answer_is_bounded_whatever_the_traffic(watched: Live) -> None:
 def test_viewers_share_an_answer(own_client: httpx.Client, own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     told = Live.told
-    monkeypatch.setattr(live, "FRESH_S", 1000.0)
+    monkeypatch.setattr(live_cache, "FRESH_S", 1000.0)
     monkeypatch.setattr(Live, "told", lambda *given: made.append(threading.current_thread().name) or told(*given))
     with ThreadPoolExecutor(4) as threads:
         answers = [*threads.map(lambda _: own_client.get("/live/data").content, range(12))]

@@ -55,25 +55,9 @@ class Admin:
         }
         if attached is None:
             return told
-        usage, trouble = None, attached.storage.last_error
-        try:
-            usage = attached.connection.usage()
-        except StorageError as e:
-            trouble = str(e)
-        counters, urls = cache.scheduler.core.counters, [*map(shown, attached.urls)]
+        counters = cache.scheduler.core.counters
         return told | {
-            "url": urls[0] if len(urls) == 1 else urls or None,
-            "up": attached.storage.up,
-            "for_s": round(max(0.0, cache.clock() - attached.storage.since), 3),
-            "last_error": trouble or None,
-            "capacity_bytes": usage and usage.capacity_bytes,
-            "bytes": usage and usage.bytes,
-            "objects": usage and usage.objects,
-            "evicted_objects": usage and usage.evicted,
-            "lost_objects": usage and usage.lost,
-            "damaged_objects": usage and usage.damaged,
-            "room_bytes": usage and usage.room_bytes,
-            "read_only": bool(usage and usage.read_only),
+            **attached.status(cache.clock()),
             "pages": {
                 "fetched": counters.fetched,
                 "stored": counters.stored,

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from kvarve.pages.sizes import format_size
 from kvarve.records.record import record_bytes
 from kvarve.records.seals import seal_of
 from kvarve.storage import Breaker, Storage, StorageUsage, Tiers, check_storage
-from kvarve.storage.urls import allocate, backend_of, only_read, parse_urls
+from kvarve.storage.urls import allocate, backend_of, only_read, parse_urls, shown
 from kvarve.system.host import host_bytes
 from kvarve.transfer.compression import Compressed, buffers_bytes, compressing, totals
 from kvarve.transfer.flows import LANES, Flow
@@ -136,6 +137,29 @@ class Attached:
     def only_read(self) -> bool:
         """Whether nothing is to be stored in it, as its URLs ask for."""
         return only_read(self.urls)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """Its state, as JSON; in a moment, even if the storage hangs. `now`: by its clock."""
+        usage, trouble = None, self.storage.last_error
+        try:
+            usage = self.connection.usage()
+        except StorageError as e:
+            trouble = str(e)
+        urls = [*map(shown, self.urls)]
+        return {
+            "url": urls[0] if len(urls) == 1 else urls or None,
+            "up": self.storage.up,
+            "for_s": round(max(0.0, now - self.storage.since), 3),
+            "last_error": trouble or None,
+            "capacity_bytes": usage and usage.capacity_bytes,
+            "bytes": usage and usage.bytes,
+            "objects": usage and usage.objects,
+            "evicted_objects": usage and usage.evicted,
+            "lost_objects": usage and usage.lost,
+            "damaged_objects": usage and usage.damaged,
+            "room_bytes": usage and usage.room_bytes,
+            "read_only": bool(usage and usage.read_only),
+        }
 
 
 @dataclass

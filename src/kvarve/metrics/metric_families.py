@@ -67,8 +67,13 @@ _PAGE_COUNTERS = {
 
 
 def own(now: Snapshot) -> Iterator[Metric]:
-    """In the order of docs/metrics.md."""
-    yield from _requests(now)
+    """In the order of docs/metrics.md; without those of requests, where the engine is not ours."""
+    yield from _about(now)
+    if now.ours:
+        yield from _requests(now)
+    yield from _prompts(now)
+    if now.ours:
+        yield from _answers(now)
     yield from _memory(now)
     yield from _lanes(now)
     yield from _times(now)
@@ -80,9 +85,12 @@ def own(now: Snapshot) -> Iterator[Metric]:
         yield from _storage(now.storage)
 
 
-def _requests(now: Snapshot) -> Iterator[Metric]:
+def _about(now: Snapshot) -> Iterator[Metric]:
     yield InfoMetricFamily("kvarve", "What is running.", {"version": now.version, "model": now.model})
     yield gauge("kvarve_up", "1 while the engine can serve, 0 once it has broken.", now.up)
+
+
+def _requests(now: Snapshot) -> Iterator[Metric]:
     outcomes = {
         "done": sum(now.ends.get(why, 0) for why in DONE),
         "aborted": now.ends.get("abort", 0),
@@ -104,6 +112,9 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
         "Requests being tokenized, or waiting for that: not among those waiting, but counted towards --max-waiting."
     )
     yield gauge("kvarve_requests_tokenizing", help_text, now.tokenizing)
+
+
+def _prompts(now: Snapshot) -> Iterator[Metric]:
     help_text = "Tokens of prompts of ended requests; one of several samples (n) is counted once, here and below."
     yield counter("kvarve_prompt_tokens", help_text, now.prompt_tokens)
     help_text = "Tokens of prompts of ended requests that did not have to be computed, by the tier they came from."
@@ -114,6 +125,9 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
         "further samples of a prompt (another_sample)."
     )
     yield by("kvarve_explained_tokens", help_text, ("reason",), {why.value: some for why, some in now.reasons.items()})
+
+
+def _answers(now: Snapshot) -> Iterator[Metric]:
     yield counter("kvarve_computed_tokens", "Tokens of prompts that were computed.", now.computed_tokens)
     again = "Tokens of answers that were computed again by prefill, while there was nothing else to do."
     yield counter("kvarve_recomputed_tokens", again, now.recomputed_tokens)

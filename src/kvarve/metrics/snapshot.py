@@ -16,23 +16,24 @@ class Snapshot:
     model: str
     version: str
     up: bool
-    running: int
-    waiting: Mapping[str, int]  # by what they wait for
-    ends: Mapping[str, int]  # requests, by why they ended
     prompt_tokens: int
-    computed_tokens: int
-    recomputed_tokens: int
-    output_tokens: int
-    preempted: int
     reasons: Mapping[Reason, int]  # tokens of prompts
-    histograms: Mapping[str, Histogram]  # those of `EngineCounts`, by name
     cache: Mapping[str, float]  # PrefixCache.stats()
     ages: Ages
     flows: Mapping[str, Flow]  # by lane
-    storage: StorageUsage | None
+    storage: StorageUsage | None = None
     storage_up: bool | None = None  # None: there is none
     storage_kinds: tuple[str, ...] = ()  # schemes of its URLs, nearest first
     dtype: str = ""
+    ours: bool = True  # the engine, of whose requests the rest tells
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)  # those of `EngineCounts`, by name
+    running: int = 0
+    waiting: Mapping[str, int] = field(default_factory=dict)  # by what they wait for
+    ends: Mapping[str, int] = field(default_factory=dict)  # requests, by why they ended
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    preempted: int = 0
     output_rate: float = 0.0  # tokens a second, lately
     hit_rate: float = 0.0  # of the tokens of prompts admitted lately, the share that was cached
     tokenizing: int = 0

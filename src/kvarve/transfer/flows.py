@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kvarve.core.copies.effects import Page
 from kvarve.core.copies.in_flight import BACKUP, FETCH, LOAD, PROBE, STORE, Edge
@@ -28,6 +29,10 @@ class Flow:
         self.pages: Counter[str] = Counter({pool.name: 0 for pool in pools})  # moved, or found by a probe
         self.asked: Counter[str] = Counter({pool.name: 0 for pool in pools})  # of a probe
         self._names = [pool.name for pool in pools]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which only reads it."""
+        return vars(self) | {"_lock": None}
 
     def moved(self, seconds: float, pages: Iterable[Page], written: Iterable[Page] | None = None) -> None:
         """A call has copied `pages`; those that this rank itself has `written`, if that is not all of them."""

@@ -59,6 +59,7 @@ from kvarve.connectors.vllm.groups import (
     on_all_stages,
     replicated,
 )
+from kvarve.connectors.vllm.levels import VARIABLE, Levels, Teller, port_of
 from kvarve.connectors.vllm.vllm_metrics import COUNTERS, KvarveMetrics, KvarveStats
 from kvarve.connectors.vllm.weights import adapter_now, load_anew, others_of
 from kvarve.core.copies.effects import Copy, Ended, Event
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvarve.connectors.vllm.engine_page import EnginePage
 
 log = logging.getLogger("vllm.kvarve")  # below vLLM's own, whose settings apply
 
@@ -101,14 +104,15 @@ class Orders(KVConnectorMetadata):
 @dataclass
 class Reported(KVConnectorWorkerMetadata):
     """What workers tell the scheduler after a step: by rank its reports, numbered, from the first that the scheduler
-    may not have seen. `mixed`: other weights of these adapters were loaded."""
+    may not have seen. `mixed`: other weights of these adapters were loaded. `levels`: for the live page."""
 
     reports: dict[int, list[tuple[int, Report]]]
     mixed: list[Use]
+    levels: dict[int, Levels]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Reported)
-        return Reported(self.reports | other.reports, self.mixed + other.mixed)
+        return Reported(self.reports | other.reports, self.mixed + other.mixed, self.levels | other.levels)
 
 
 @dataclass
@@ -120,6 +124,7 @@ class Ready(KVConnectorHandshakeMetadata):
     slots: Slots
     storage: bool
     only_read: bool
+    levels: Levels | None  # for the live page, if there is one
 
 
 class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -135,6 +140,7 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = ConnectorSettings.read(vllm_config.kv_transfer_config.kv_connector_extra_config, WHERE)
         check_engine(vllm_config)
         self._block, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self._port = port_of(self._parallel.data_parallel_index, os.environ)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -188,6 +194,7 @@ class SchedulerSide(KvarveConnector):
         self._explained: Counter[Reason] = Counter()  # the same of tokens by reason
         self._levels: dict[str, float] = {}  # of the host, by group, as last given to vLLM
         self._void: set[str] = set()  # requests whose loaded pages vLLM must not use: their loads count as failed
+        self._live: EnginePage | None = None
         self._around = Around(self.reset_cache, self.settle)
         places = 0 if lora is None else lora.max_cpu_loras
         self._adapters = Adapters(places, self._look, lambda: self.pool.cached_block_hash_to_block)
@@ -210,12 +217,36 @@ class SchedulerSide(KvarveConnector):
         self._seen, self._up = dict.fromkeys(range(len(ready)), 0), [True] * len(ready)
         self.planner = BlockPlanner(self.scheduler, self._groups, self._hash_tokens, tells=self._tells)
         log.info("kvarve: a prompt can hit from %d tokens on, and then in steps of %d", page + 1, page)
+        self._live = self._open_page(ready)
         self._around.ask(meet)
         self._around.when_idle(self.go_on)
         self._around.end_with_parent()
         self._around.watch("add_request", before=self._arrived)
         for name in ("add_lora", "remove_lora"):
             self._around.watch(name, after=self._adapters_changed)
+
+    def _open_page(self, ready: Sequence[Ready]) -> "EnginePage | None":
+        if self._port is None:
+            return None
+        levels = {each.rank: each.levels for each in ready if each.levels is not None}
+        if len(levels) < len(ready):
+            log.warning("kvarve shows no live page: its workers have no $%s", VARIABLE)
+            return None
+        try:
+            from kvarve.connectors.vllm.engine_page import open_page
+
+            name = self._vllm_config.model_config.served_model_name
+            page = open_page(self._port, name, self.scheduler, levels, self._around.again)
+        except (ImportError, OSError) as e:
+            log.warning("kvarve shows no live page on port %d: %s", self._port, e)
+            return None
+        log.info("kvarve's live page: http://127.0.0.1:%d", self._port)
+        return page
+
+    def shutdown(self) -> None:
+        if self._live is not None:
+            self._live.end()
+            self._live = None
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.pool = gpu_block_pool
@@ -258,6 +289,8 @@ class SchedulerSide(KvarveConnector):
 
     def reset_cache(self) -> None:
         """Name pages anew from now on, as the weights are others, or will be."""
+        if self._live is not None:
+            self._live.mark("weights", "they may have changed: pages from before are not found any more")
         self._adapters.model_changed()
         self._discard(self.planner.loaded())
         self.planner.reset(os.urandom(16).hex())
@@ -305,6 +338,8 @@ class SchedulerSide(KvarveConnector):
         self._free(plan.freed)
         if not self.planner.idle():
             self._around.again()
+        if self._live is not None:
+            self._live.look(self.planner.reasons, self._up)
         copied = {op: self._adapters.use(request.request_id, salt) for op, (request, salt) in plan.salts.items()}
         computed = [self._adapters.use(name, salt) for name, salt in self.planner.salts(scheduled).items()]
         return Orders(plan.orders, idle=not scheduled, seen=self._seen.copy(), copied=copied, computed=computed)
@@ -321,6 +356,8 @@ class SchedulerSide(KvarveConnector):
         for use in told.mixed:
             self.planner.distrust(use.request)
             self._adapters.mixed(use.adapter)
+        if self._live is not None:
+            self._live.reported(told.levels)
         news: list[list[Event]] = [[] for _ in self._up]
         for rank, reports in told.reports.items():
             for number, report in reports:
@@ -432,6 +469,7 @@ class WorkerSide(KvarveConnector):
         self._unseen: list[tuple[int, Report]] = []  # those that the scheduler may not have seen, numbered
         self._new = False  # whether any of them has not been sent
         self._up = True  # as last reported
+        self._teller: Teller | None = None  # if there is a page
 
     @property
     def worker(self) -> CacheWorker:
@@ -464,6 +502,7 @@ class WorkerSide(KvarveConnector):
             blocks=arenas,
             largest=largest_of_stages(pools),
         )
+        self._teller = None if self._port is None else Teller(self._worker)
         slots = {arena.pool.name: arena.slots for arena in self._worker.host}
         log.info("kvarve keeps pages of %d tokens in host memory, at most by group: %s (%s)", page, slots, identity)
 
@@ -499,7 +538,8 @@ class WorkerSide(KvarveConnector):
     def get_handshake_metadata(self) -> Ready:
         attached, worker = self.worker.attached, self.worker
         only_read = attached is not None and attached.only_read
-        return Ready(self._parallel.rank, worker.identity, worker.slots, attached is not None, only_read)
+        levels = self._teller and self._teller.take()
+        return Ready(self._parallel.rank, worker.identity, worker.slots, attached is not None, only_read, levels)
 
     def wait_for_save(self) -> None:
         orders = self._get_connector_metadata()
@@ -542,14 +582,19 @@ class WorkerSide(KvarveConnector):
     def reported(self) -> Reported:
         """All that the scheduler may not have seen."""
         mixed, self._told, self._new = self._told, [], False
-        return Reported({self._parallel.rank: [*self._unseen]}, mixed)
+        rank, teller = self._parallel.rank, self._teller
+        levels = {rank: teller.take()} if teller is not None and teller.new else {}
+        return Reported({rank: [*self._unseen]}, mixed, levels)
 
     def build_connector_worker_meta(self) -> Reported | None:
         """What is new since the last one; nothing if that is nothing."""
         self.collect()
-        return self.reported() if self._new or self._told else None
+        tells = self._teller is not None and self._teller.new
+        return self.reported() if self._new or self._told or tells else None
 
     def shutdown(self) -> None:
+        if self._teller is not None:
+            self._teller.end()
         if self._worker is not None:
             self._worker.close(CLOSING_S, CLOSE_S, up=self._worker.up)
             self._worker = None

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query
@@ -23,9 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from kvarve import __version__
 from kvarve.cache.worker import UnderWay
-from kvarve.core.observe.histograms import Histogram
 from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageError, TooLong
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.pages.pools import MEMORY_TIERS, Tier
@@ -40,7 +38,8 @@ from kvarve.reference.server.connections import Connections
 from kvarve.reference.server.engine_routes import Work, add_sglang, add_vllm, folder
 from kvarve.reference.server.forms import TRANSFER, Form
 from kvarve.reference.server.generate import GenerateRequest
-from kvarve.reference.server.live import Live, page_routes, storage_kinds
+from kvarve.reference.server.live import Live
+from kvarve.reference.server.live_cache import page_routes
 from kvarve.reference.server.middleware import Drain, Edge
 from kvarve.reference.server.openapi import Api, ChatCompletion, Completion, Ok, errors, reads, streams
 from kvarve.reference.server.prepare import ClientGone, Prepared, RequestPreparer
@@ -308,42 +307,15 @@ class _Front:
 
     def _snapshot(self) -> Snapshot:
         """The numbers of one moment, for /metrics."""
-        engine, cache, counts = self._engine, self._engine.cache, self._engine.counts
-        model = engine.model
         try:
-            storage = cache.worker.usage()  # first: it may be slow, and the rest is one consistent snapshot
+            storage = self._engine.cache.worker.usage()  # first: it may be slow
         except StorageError:  # closed, or the medium is gone: the scrape has the rest
             storage = None
-        attached, now = cache.worker.attached, time.monotonic()
-        admitted = counts.admitted_rate.total(now)
-        kept = ((each.name, getattr(counts, each.name)) for each in fields(counts))
-        return Snapshot(
-            model=self.name,
-            version=__version__,
-            up=not engine.broken,
-            running=engine.load()[0],
-            waiting=engine.waiting(),
-            ends={finish.value: count for finish, count in counts.ends.items()},
-            prompt_tokens=counts.prompt_tokens,
-            computed_tokens=counts.computed_tokens,
-            recomputed_tokens=counts.recomputed_tokens,
-            output_tokens=counts.output_tokens,
-            preempted=counts.preempted,
-            reasons=dict(counts.reasons),
-            histograms={name: value for name, value in kept if isinstance(value, Histogram)},
-            cache=cache.stats(),
-            ages=cache.scheduler.core.ages,
-            flows=cache.worker.flows(),
+        return replace(
+            self.live.now(),
             storage=storage,
-            storage_up=cache.up if attached is not None else None,
-            storage_kinds=tuple(storage_kinds(cache)),
-            dtype=model.identity.dtype if model.layout.scales is None else model.layout.kv_cache_dtype,
-            output_rate=counts.output_rate.per_second(now),
-            hit_rate=counts.cached_rate.total(now) / admitted if admitted else 0.0,
-            tokenizing=len(self._preparing),
             connections=len(self._connections),
             closed_connections=dict(self._connections.closed),
-            responses=dict(self.responses),
             ignored_fields=self._preparer.ignored.counts(),
             spans=None if self._traces is None else self._traces.counts(),
         )

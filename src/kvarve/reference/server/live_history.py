@@ -6,6 +6,7 @@ Five minutes are kept at the pace of the samples, an hour at ten seconds. No thr
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from kvarve.core.observe.reasons import HITS, Reason
@@ -55,7 +56,9 @@ def reasons(sample: Sample) -> dict[Reason, int]:
 class History:
     """One thread adds; any thread reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: bool = True) -> None:
+        """`requests`: whether the series have these."""
+        self._requests = requests
         self._fine: deque[Sample] = deque(maxlen=FINE)
         self._coarse: deque[Sample] = deque(maxlen=COARSE)
         self._open: list[Sample] = []  # not joined yet
@@ -101,20 +104,24 @@ class History:
         found = each(reasons)
         cached = [*map(by_tier, found)]
         tiers = dict.fromkeys(name for sample in samples for name in sample.held)
-        return {
+        series = {
             "every_s": EVERY_S * (JOINED if hour else 1),
             "unix_s": each(lambda sample: round(sample.unix_s, 1)),
             "seconds": each(lambda sample: round(sample.seconds, 1)),
             "bytes": {tier: each(lambda sample, tier=tier: sample.held.get(tier)) for tier in tiers},  # type: ignore[misc]
             "prompt_tokens": [sum(one.values()) for one in found],
             "cached_tokens": {tier.name.lower(): [one[tier.name.lower()] for one in cached] for tier in Tier},
+            "marks": [*self._marks],
+        }
+        if not self._requests:
+            return series
+        return series | {
             "ttft_p50_s": each(lambda sample: short(sample.ttft_s[0])),
             "ttft_p95_s": each(lambda sample: short(sample.ttft_s[1])),
             "running": each(lambda sample: sample.running),
             "waiting": each(lambda sample: sample.waiting),
             "requests": each(lambda sample: int(sample.happened.get(REQUESTS, 0))),
             "output_tokens": each(lambda sample: int(sample.happened.get(OUTPUT, 0))),
-            "marks": [*self._marks],
         }
 
 
@@ -135,7 +142,7 @@ _CHANGES: Mapping[Reason, tuple[str, str | None]] = {
     Reason.FAILED_CHECK: ("failed its check", "look at the memory or the medium that damages pages"),
     Reason.STATE_MISSING: (
         "has its attention pages here, and no state or window to resume from",
-        "more --keep-states, such as every:N, brings it back",
+        "{more_states} brings it back",
     ),
     Reason.BELOW_GRID: (
         "lies behind the last line of the prefill grid, {grid} tokens apart",
@@ -150,10 +157,17 @@ _CHANGES: Mapping[Reason, tuple[str, str | None]] = {
 
 
 def advice(
-    tokens: Mapping[Reason, int], *, grid: int, rounded: bool = False, host: bool = True, storage: bool = True
+    tokens: Mapping[Reason, int],
+    *,
+    grid: int,
+    rounded: bool = False,
+    host: bool = True,
+    storage: bool = True,
+    words: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """One sentence about those `tokens` of prompts that were computed: the largest part of them that a setting changes,
-    and which; else the largest part. "" if none were computed. `grid`: where prompts resume, in tokens."""
+    and which; else the largest part. "" if none were computed. `grid`: where prompts resume, in tokens; `words`: for
+    settings of another engine."""
     computed = {reason: some for reason, some in tokens.items() if reason in _CHANGES and some}
     if not computed:
         return ""
@@ -166,10 +180,11 @@ def advice(
     among = changed or computed
     reason = max(among, key=lambda reason: among[reason])
     what, change = _CHANGES[reason]
-    words = {
+    named = {
         "grid": grid,
         "grid_option": "a smaller --page-tokens" if rounded else "a smaller --chunk-tokens, or --hits rounded,",
         "more_device": "more --device-memory" if host else "--host-memory",
         "more_host": "more --host-memory" if storage else "more --host-memory, or a --storage,",
+        "more_states": "more --keep-states, such as every:N,",
     }
-    return f"{among[reason] / all_tokens:.0%} {what}: {change or _NEW}".format(**words) + "."
+    return f"{among[reason] / all_tokens:.0%} {what}: {change or _NEW}".format(**{**named, **words}) + "."

@@ -192,8 +192,9 @@ def names_for(allowed: Sequence[str], host: str, address: str) -> tuple[str, ...
 class NamedHosts:
     """`app`, for requests whose Host is one of the names."""
 
-    def __init__(self, app: ASGIApp, names: tuple[str, ...]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, names: tuple[str, ...], instead: str = "--allowed-host adds one") -> None:
+        """`instead`: what its user can do about another name."""
+        self._app, self._instead = app, instead
         self._names = {name for name in names if not name.startswith("*.")}
         self._endings = tuple(name[1:] for name in names if name.startswith("*."))
 
@@ -202,7 +203,7 @@ class NamedHosts:
         if all(self._answers_to(_name_in(value)) for value in given):
             await self._app(scope, receive, send)
             return
-        message = "this server does not answer to the name in Host: --allowed-host adds one"
+        message = f"this server does not answer to the name in Host: {self._instead}"
         await refuse(Refused(421, message, code="unknown_host"), scope, receive, send)
 
     def _answers_to(self, name: str) -> bool:

@@ -4,7 +4,7 @@ import { chart, rounded, spark } from "./charts.js";
 import { requests, slowest } from "./requests.js";
 import { TIERS, by, bytes, cells, clock, count, cut, el, seconds, share, short, stack, sum, table } from "./words.js";
 
-const EVERY_MS = 1000, PATIENCE_MS = 5000, KEY = "kvarve.key", SLOTS = 150, TENS = 30, LISTED = 5; // samples of five minutes
+const OLD_S = 10, EVERY_MS = 1000, PATIENCE_MS = 5000, KEY = "kvarve.key", SLOTS = 150, TENS = 30, LISTED = 5; // samples of five minutes
 let key = sessionStorage.getItem(KEY), lostSince = null, timer = null, running = false;
 
 const says = (figure, text) => { document.querySelector(`[data-figure="${figure}"]`).textContent = text; };
@@ -15,16 +15,16 @@ function header(data) {
   const facts = data.facts, ranks = facts.ranks > 1 ? `${facts.ranks} ranks, this is rank 0` : "1 rank";
   by("model").textContent = data.model;
   document.title = `kvarve · ${data.model}`;
-  const told = [["dtype", facts.dtype], ["context", `${count(facts.context)} tokens`], ["page", `${facts.page_tokens} tokens`], ["grid", `${facts.grid_tokens} tokens`],
-    ["storage", facts.storage.join(", then ") || "none"], ["ranks", ranks], ["up for", seconds(data.up_s)], ["version", data.version]];
-  by("facts").replaceChildren(...told.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+  const told = [["dtype", facts.dtype], ["context", facts.context && `${count(facts.context)} tokens`], ["page", `${facts.page_tokens} tokens`], ["grid", facts.grid_tokens && `${facts.grid_tokens} tokens`],
+    ["storage", facts.storage.join(", then ") || "none"], ["ranks", ranks], ["identity", facts.identity], ["up for", seconds(data.up_s)], ["version", data.version]];
+  by("facts").replaceChildren(...told.filter(([, value]) => value).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   if (!data.up) state("broken", "the engine has stopped");
   else if (data.draining) state("lost", `draining: ${count(data.running + data.waiting)} requests are left`);
-  else state("serving", "serving");
+  else state("serving", data.age_s > OLD_S ? `serving, as of ${seconds(data.age_s)} ago` : "serving");
 }
 
-function tiles(data) {
-  const { late, per_s: rates, ttft_s: ttft, total } = data, all = late.prompt_tokens;
+function hits(data) {
+  const { late, total } = data, all = late.prompt_tokens;
   const hits = sum(TIERS.map((tier) => late.cached_tokens[tier] ?? 0));
   says("hit rate", share(hits, all));
   const parts = [...TIERS.map((tier) => [tier, late.cached_tokens[tier] ?? 0]), ["computed", all - hits]];
@@ -33,6 +33,10 @@ function tiles(data) {
     el("p", { class: "legend" }, ...told.map(([name, , text]) => el("span", {}, el("i", { class: `key ${name}` }), text))));
   by("hits-note").textContent = all ? `${short(hits)} of ${short(all)} prompt tokens · ${share(total.cached_tokens, total.prompt_tokens)} since the start`
     : total.prompt_tokens ? `no prompt has ended lately · ${share(total.cached_tokens, total.prompt_tokens)} since the start` : "no prompt has ended yet";
+}
+
+function tiles(data) {
+  const { late, per_s: rates, ttft_s: ttft } = data, hits = sum(TIERS.map((tier) => late.cached_tokens[tier] ?? 0));
   says("saved time", hits ? `≈ ${seconds(late.saved_s)}` : "–");
   by("saved-note").textContent = hits ? `of prefill: ${short(hits)} cached tokens at the measured ${short(data.prefill_tokens_per_s)} computed a second` : "time of prefill not computed";
   says("TTFT p50", seconds(ttft.p50));
@@ -53,7 +57,7 @@ function computed(data) {
   const { late, reasons } = data, all = late.prompt_tokens;
   const found = Object.keys(reasons).filter((reason) => !reason.startsWith("hit_") && late.reasons[reason]).map((reason) => [reason, late.reasons[reason]]).sort((one, two) => two[1] - one[1]);
   const advice = late.advice || (all ? "All of it was cached." : "No prompt has ended in the last five minutes.");
-  by("advice").replaceChildren(...advice.split(/(--[a-z-]+(?: rounded)?|capacity=)/).map((text, at) => (at % 2 ? el("code", {}, text) : text)));
+  by("advice").replaceChildren(...advice.split(/(--[a-z-]+(?: rounded)?|capacity=|\b[a-z]+_[a-z_]+)/).map((text, at) => (at % 2 ? el("code", {}, text) : text)));
   by("computed").replaceChildren(stack(found.map(([reason, tokens]) => `${reason} ${share(tokens, all)}`).join(", ") || "nothing was computed", found.map(([reason, tokens]) => [`r-${reason}`, tokens, `${reason}: ${count(tokens)} tokens`]), "stack strip"));
   const least = found.slice(LISTED), rest = sum(least.map(([, tokens]) => tokens));
   by("whys").replaceChildren(...found.slice(0, LISTED).map(([reason, tokens]) =>
@@ -122,12 +126,13 @@ function charts(data) {
   const from_tiers = TIERS.map((name) => history.cached_tokens[name]);
   const rest = history.prompt_tokens.map((tokens, at) => tokens - sum(from_tiers.map((values) => values[at])));
   drawn.prompts(times, [...from_tiers, rest].map(each_s), from, to, marks);
-  drawn.ttft(times, [history.ttft_p50_s, history.ttft_p95_s], from, to, marks);
-  drawn.rates(times, [each_s(history.output_tokens), each_s(history.requests)], from, to, marks);
-  drawn.load(times, [history.running, history.waiting], from, to, marks);
   const seen = marks.filter((each) => each.unix_s >= from).reverse();
   by("marks").replaceChildren(...seen.slice(0, 6).map((each) => el("li", {}, el("time", {}, clock(each.unix_s)), el("b", {}, each.what), each.text)));
   by("no-marks").hidden = seen.length > 0;
+  if (!data.requests) return;
+  drawn.ttft(times, [history.ttft_p50_s, history.ttft_p95_s], from, to, marks);
+  drawn.rates(times, [each_s(history.output_tokens), each_s(history.requests)], from, to, marks);
+  drawn.load(times, [history.running, history.waiting], from, to, marks);
 }
 
 function open(data) {
@@ -139,8 +144,15 @@ function open(data) {
 
 function hottest(data) {
   by("hottest-age").textContent = data.hottest_ago_s > 5 ? `as of ${seconds(data.hottest_ago_s)} ago: the engine is busy` : "";
+  const where = [...data.tiers.map((each) => each.name), "storage"];
+  by("where").textContent = `pages on ${where.join(" · ")}`;
   table(by("hottest"), data.hottest.slice(0, 10).map((each, at) => [`${at} ${each.key}`, each]), "nothing has been resumed from yet", (each) =>
-    cells(cut(each.key, "key"), cut(each.group, "salt group"), count(each.tokens), count(each.hits), `${each.device} · ${each.host} · ${each.storage} of ${each.pages}`, each.resumes ?? "not from memory"));
+    cells(cut(each.key, "key"), cut(each.group, "salt group"), count(each.tokens), count(each.hits), `${where.map((tier) => each[tier]).join(" · ")} of ${each.pages}`, each.resumes ?? "not from memory"));
+}
+
+function ranks(data) {
+  table(by("ranks"), data.ranks.map((each) => [each.rank, each]), "none", (each) =>
+    cells(each.rank, el("td", { class: each.up === false ? "error" : "" }, !each.attached ? "none" : each.up ? "answers" : "does not answer"), seconds(each.for_s), bytes(each.bytes), count(each.objects), each.last_error ?? "–"));
 }
 
 // --- before the first hit: what to send, and what came of it
@@ -183,7 +195,10 @@ function show(data) {
     by("trouble").dataset.told = troubles;
     by("troubles").replaceChildren(...data.trouble.map((each) => el("li", {}, ...each.split(/`(.+?)`/).map((text, at) => (at % 2 ? el("code", {}, text) : text)))));
   }
-  for (const part of [first, tiles, computed, lanes, tiers, charts, requests, open, hottest]) part(data);
+  by("main").classList.toggle("beside", !("requests" in data));
+  for (const node of document.querySelectorAll("[data-needs]")) node.hidden = !(node.dataset.needs in data);
+  const parts = [hits, computed, lanes, tiers, charts, hottest, ...("requests" in data ? [first, tiles, requests, open] : []), ...("ranks" in data ? [ranks] : [])];
+  for (const part of parts) part(data);
 }
 
 // --- asking
