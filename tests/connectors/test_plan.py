@@ -385,3 +385,11 @@ def test_a_lookback_by_the_kind_of_group_and_what_cannot_be_paged_is_refused() -
         lookback_of("unknown", 16)
     with pytest.raises(ConfigError, match="multiple of 32"):
         BlockPlanner(engine((FULL,)).planner._scheduler, (FULL,), 32)
+
+
+def test_a_page_that_is_a_part_of_a_block_is_a_cell_of_it_and_a_state_all_of_its_block() -> None:
+    attention, state = Group(0, "attention", 40, None), Group(1, "state", 40, 1, offered=True)
+    assert [attention.cells(8), attention.blocks(8), state.cells(8), state.blocks(8)] == [5, 1, 1, 1]
+    row = [0, 7, 9]
+    assert [attention.of(row, page, 8) for page in (0, 6, 14, 15)] == [[0], [7 * 5 + 1], [9 * 5 + 4], []]
+    assert [state.of(row, page, 8) for page in (4, 5, 9, 10)] == [[0], [7], [7], [9]]
