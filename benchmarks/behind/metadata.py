@@ -15,9 +15,8 @@ from common import watched
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs._hf3fs_folder import Folder
 from kvarve.storage.hf3fs._io_posix import PosixEngine
-from kvarve.storage.hf3fs._owner import Owner
+from kvarve.storage.hf3fs._owner import Owner, own
 from kvarve.storage.hf3fs._slot_table import Entry
-from kvarve.storage.hf3fs._stores import own
 
 SLOT_BYTES = 1 << 20
 LOOKED_UP, WRITTEN = 128, 32
@@ -41,19 +40,20 @@ class Store:
     def __init__(self, folder: Path, objects: int, setting: str | None) -> None:
         self._folder, self._engine = Folder(Disk(), folder), PosixEngine(Disk(), 1)
         self.owner: Owner = own(setting, (objects + objects // 20 + 2 * _FILLED) * SLOT_BYTES, None, self._folder)
+        self.owner.keep(self._folder, self._engine)
 
     def store(self, names: Sequence[str]) -> None:
-        slots = self.owner.reserve(self._folder, self._engine, _LABEL, names, [SLOT_BYTES] * len(names))
+        slots, _ = self.owner.reserve(_LABEL, names, [SLOT_BYTES] * len(names))
         entries = [slot for slot in slots if isinstance(slot, Entry)]
         assert len(entries) == len(names)
         assert all(self.owner.commit(_LABEL, names, entries))
 
     def delete(self, names: Sequence[str]) -> None:
         objects = [(name, slot) for name, (slot,) in zip(names, self.owner.places(_LABEL, names), strict=True)]
-        self.owner.let_go(self.owner.remove(_LABEL, objects))
+        self.owner.remove(_LABEL, objects)
 
     def close(self) -> None:
-        self.owner.close(self._folder, clean=False)
+        self.owner.close(self._folder)
         self._folder.close()
         self._engine.close()
 
@@ -84,10 +84,8 @@ def measure(stores: dict[int, Store], calls: int) -> dict[tuple[int, str], Times
         for held, store in stores.items():
             names = [name_of(random.randrange(held)) for _ in range(LOOKED_UP)]
             with times[held, f"lookup_{LOOKED_UP}"].taken():
-                slots, pinned = store.owner.find(_LABEL, names)
+                slots = store.owner.find(_LABEL, names)
             assert all(slots)
-            with times[held, "release"].taken():
-                store.owner.let_go(pinned)
             if call < calls // 4:
                 names = [name_of(MANY * 10 + call * WRITTEN + number) for number in range(WRITTEN)]
                 with times[held, f"store_{WRITTEN}"].taken():

@@ -11,7 +11,7 @@ from processes import PATIENCE_S
 
 from kvarve.storage import Storage
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs import _stores as stores_module
+from kvarve.storage.hf3fs import _owner as owner_module
 from kvarve.storage.hf3fs._hf3fs_backend import Settings, open_hf3fs
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs._owner import Owner
@@ -25,7 +25,7 @@ class Clock:
     """Stands still until a test moves it."""
 
     def __init__(self) -> None:
-        self.now = time.time() + 1000.0
+        self.now = time.monotonic() + 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -70,9 +70,10 @@ class Stores:
     def slots(self, place: str = "here") -> Counter[str]:
         """How many slots are reserved, have an object, and rest."""
         table = self.owner(place).table
-        taken = [entry for file in table.files.values() for entry in file.slots if entry is not None]
-        resting = sum(until > self.owner(place).clock() for until, _, _ in table._resting)
-        return Counter(STORED if entry.live else RESERVED for entry in taken) + Counter({RESTING: resting})
+        resting = sum(until > self.owner(place).clock() for until, _ in table._resting)
+        stored = sum(entry.live for file in table.files.values() for entry in file.slots)
+        reserved = sum(file.held for file in table.files.values())
+        return +Counter({STORED: stored, RESERVED: reserved, RESTING: resting})
 
     def where(self, name: str, place: str = "here", label: bytes = LABEL) -> Slot:
         """The slot of an object."""
@@ -103,7 +104,7 @@ class Stores:
             storage._housekeeper.ended(PATIENCE_S)
             storage._folder.close()
             storage._engine.close()
-            if storage._owner.map is not None or storage._owner in stores_module._alone.values():
+            if storage._owner.map is not None or storage._owner in owner_module._alone.values():
                 storage._owner._end()
 
 
@@ -151,11 +152,12 @@ def in_slots(stores: Stores) -> dict[str, Damage]:
 
 def check_slots(table: SlotTable) -> None:
     """No slot is lost: each is free, at rest, or has an object."""
-    taken = sum(file.taken for file in table.files.values())
-    free = sum(len([1 for file, _ in size.free if file.extent.number in table.files]) for size in table._sizes.values())
-    resting = sum(file.extent.number in table.files for _, file, _ in table._resting)
-    assert taken + free + resting == sum(file.extent.places for file in table.files.values())
-    assert not [entry for file in table.files.values() for entry in file.slots if entry and not entry.live]
+    slots = {entry for file in table.files.values() for entry in file.slots}
+    live = {entry for entry in slots if entry.live}
+    free = [entry for size in table._sizes.values() for entry in size.free if entry in slots]
+    resting = [entry for _, entry in table._resting if entry in slots]
+    assert len(live) + len(free) + len(resting) == len(slots) == len(live.union(free, resting))
+    assert not any(file.held for file in table.files.values())
 
 
 def keep(storage: Hf3fsStorage) -> None:

@@ -6,7 +6,6 @@ import random
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hf3fs_stores import RESERVED, Stores, descriptors, stores_in
@@ -300,36 +299,6 @@ def test_without_the_binding_auto_means_posix_and_with_it_arenas_are_shared_memo
     daemon.mount = tmp_path / "elsewhere"
     with pytest.raises(ConfigError, match="on no mount of 3FS"):
         check_storage(f"{url}&engine=usrbio", label=LABEL, description="model A")
-
-
-@pytest.mark.parametrize("wrong", ["", "more than there are slots", "cut", "read in part", "a link"])
-def test_an_order_is_read_once_and_what_is_none_is_not_believed(tmp_path: Path, wrong: str) -> None:
-    class Noted(Disk):
-        calls: ClassVar[list[str]] = []
-
-        def peek(self, file: int, size_bytes: int, at: int) -> bytes:
-            return super().peek(file, size_bytes, at)[: 9 if wrong == "read in part" else None]
-
-        def unlink(self, folder: Directory, name: str) -> None:
-            super().unlink(folder, name)
-            self.calls.append("unlink")
-
-        def sync_folder(self, folder: Directory) -> None:
-            super().sync_folder(folder)
-            self.calls.append("sync")
-
-    store = Folder(Noted(), tmp_path / "store")
-    store.save_order(5, [7, 8, 6])
-    path = store.path / f"order-{5:016x}"
-    if wrong == "cut":
-        os.truncate(path, 23)
-    elif wrong == "a link":
-        path.rename(tmp_path / "aside"), path.symlink_to(tmp_path / "aside")
-    Noted.calls.clear()
-    assert store.order(5, 2 if wrong.startswith("more") else 3) == (None if wrong else {7: 0, 8: 1, 6: 2})
-    assert path.is_symlink() if wrong == "a link" else Noted.calls == ["unlink", "sync"] and not path.exists()
-    assert store.order(5, 3) is None
-    store.close()
 
 
 def test_a_sync_that_failed_is_a_failure_of_all_who_had_written_before_it(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs._io_engine import Engine
 from kvarve.storage.hf3fs._io_posix import PosixEngine
 from kvarve.storage.hf3fs._io_usrbio import Library, UsrbioEngine, load
-from kvarve.storage.hf3fs._stores import check_map, own
+from kvarve.storage.hf3fs._owner import own
+from kvarve.storage.hf3fs._redis_map import redis_settings
+from kvarve.storage.redis.servers import library
 from kvarve.storage.urls import Backend, StorageUrl
 from kvarve.system.background import Abandoned, BackgroundCall
 from kvarve.system.mounts import mounts
@@ -79,7 +81,9 @@ def read_settings(url: StorageUrl) -> Settings:
     if not 1 <= threads <= 256:
         raise ConfigError(f"{url.text}: threads must be a number from 1 to 256")
     try:
-        check_map(given.get("metadata"))
+        if "metadata" in given:
+            redis_settings(given["metadata"])
+            library()
     except ConfigError as error:
         raise ConfigError(f"{url.text}: {error}") from None
     return Settings(

@@ -3,7 +3,7 @@
 kvarve.json                                  the format; written before anything else. The slots' names say it too
 store                                        the store's name, and where its map is
 slots-<bytes>-<places>-<number>-<owner>      so many slots of so many bytes each, given by an owner's process alone
-order-<owner>                                the order in which its slots were used, while no process has it open
+uses-<owner>                                 when its process used its slots last, as it ended
 
 3FS has no locks between machines, so nothing here needs one: a file gets its name before any slot of it is used, grows
 by being written to, and is removed by its owner. Entries with another name are left alone.
@@ -18,12 +18,14 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from kvarve.errors import StorageError
-from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, NotOurs
+from kvarve.storage.base import Damaged
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
 from kvarve.storage.file.folder import Medium
 from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
 from kvarve.storage.hf3fs._slot_layout import Extent, extent_of, file_name
@@ -33,10 +35,10 @@ log = logging.getLogger(__name__)
 FORMAT = "kvarve-hf3fs/2"
 # Left by an opening that was cut short, or there in every root of a file system: a folder with only these is empty.
 _NOT_CONTENT = ("3fs-virt", "lost+found")
-STORE_FILE = "store"
+STORE_FILE, _FIRST = "store", "kvarve hf3fs 2"
 _STORE_BYTES = 1000  # at most
+_USES_BYTES = 1 << 28  # at most
 _OPEN_FILES = 512
-_ORDER = "order-"
 _scratch = memoryview(mmap.mmap(-1, BLOCK_BYTES))
 _NOT_SERVED = (errno.ENOTCONN, errno.ECONNABORTED)  # of a file system in user space whose process has ended
 
@@ -115,35 +117,42 @@ class Folder:
             self.disk.rename(self.root, unfinished, name)
         self.disk.sync_folder(self.root)
 
-    def identity(self, first: bytes) -> bytes:
-        """What the file of the store says, which says `first` if there was none. OSError."""
-        if not os.path.lexists(self.path / STORE_FILE):
-            self._write(STORE_FILE, first, once=True)
-        # Another process may be making it, so that it has two names for a moment.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.open(STORE_FILE, flags, dir_fd=self.root.file)
+    def identity(self, keeper: str) -> str:
+        """The random name of the store, which gets one if it is new. Damaged: what its file says cannot be read.
+        StorageError: its map is not `keeper`'s but elsewhere, so each would give the other's room again."""
+        file = self.path / STORE_FILE
         try:
-            return self.disk.peek(file, _STORE_BYTES, 0)
-        finally:
-            self.disk.close(file)
+            if not os.path.lexists(file):
+                self._write(STORE_FILE, f"{_FIRST}\n{secrets.token_hex(16)}\n{keeper}\n".encode(), once=True)
+            # Another process may be making it, so that it has two names for a moment.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            opened = os.open(STORE_FILE, flags, dir_fd=self.root.file)
+            try:
+                lines = self.disk.peek(opened, _STORE_BYTES, 0).decode("utf-8").splitlines()
+            finally:
+                self.disk.close(opened)
+        except (OSError, UnicodeDecodeError) as error:
+            raise Damaged(f"{file}: {error}") from error
+        if len(lines) != 3 or lines[0] != _FIRST:
+            raise Damaged(f"{file} is damaged, or not written by kvarve: give an empty folder")
+        if lines[2] != keeper:
+            raise StorageError(
+                f"{self.path} is used by {lines[2]}, and not by {keeper}: servers that share a store name one map,"
+                f" metadata=redis://...; if it is not used so any more, write how into the last line of {file}"
+            )
+        return lines[1]
 
-    def save_order(self, owner: int, numbers: Sequence[int]) -> None:
-        """The order of use of an owner's slots, when nothing is written to them any more."""
-        self._write(f"{_ORDER}{owner:016x}", array("Q", numbers).tobytes())
+    def save_uses(self, owner: int, uses: Mapping[int, int]) -> None:
+        """When each slot was used last, for those who take over this owner's files."""
+        self._write(f"uses-{owner:016x}", array("Q", chain.from_iterable(uses.items())).tobytes())
 
-    def order(self, owner: int, places: int) -> dict[int, int] | None:
-        """The place of each slot in what was saved, once. None: nothing was, or not an order of so many at most."""
-        name = f"{_ORDER}{owner:016x}"
-        try:
-            with self.disk.reading(self.root, name) as file:
-                size_bytes = self.disk.size(file)
-                saved = self.disk.peek(file, min(size_bytes, 8 * places), 0)
-        except (FileNotFoundError, NotOurs):
-            return None
-        self.disk.unlink(self.root, name)
-        self.disk.sync_folder(self.root)
-        whole = len(saved) == size_bytes and not size_bytes % 8
-        return {number: place for place, number in enumerate(array("Q", saved))} if whole else None
+    def uses(self, owner: int) -> dict[int, int]:
+        """What was saved last, which may not be true any more."""
+        raw = b""
+        with suppress(OSError), self.disk.reading(self.root, f"uses-{owner:016x}") as file:
+            raw = self.disk.peek(file, min(self.disk.size(file), _USES_BYTES), 0)
+        saved = array("Q", raw[: len(raw) // 16 * 16])
+        return dict(zip(saved[::2], saved[1::2], strict=True))
 
     def close(self) -> None:
         """After the last call; files whose I/O hangs are closed when that returns."""

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from kvarve.storage.file.disk import FULL, Disk
 from kvarve.storage.hf3fs._hf3fs_folder import Folder
 from kvarve.storage.hf3fs._io_engine import Engine, Move, Short
 from kvarve.storage.hf3fs._owner import Owner
-from kvarve.storage.hf3fs._slot_layout import Slot, Title, hash_of, slot_bytes_for
+from kvarve.storage.hf3fs._slot_layout import Slot, Title, hash_of, read_header, slot_bytes_for
 from kvarve.storage.hf3fs._slot_table import Entry
 from kvarve.system.background import BackgroundCall
 from kvarve.system.regions import HostRegion
@@ -48,7 +48,7 @@ class Hf3fsStorage(Storage):
         self._lock = threading.Lock()  # guards the counts, and all below
         self._left = threading.Condition(self._lock)
         self._calls = 0  # in flight
-        self._closed = self._released = self._hung = False
+        self._closed = self._released = False
         self._entering = threading.Lock()  # held while the folder is opened anew
         self._folder = self._entered(make=True)
         try:
@@ -70,11 +70,7 @@ class Hf3fsStorage(Storage):
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
         with self._call():
-            slots, pinned = self._owner.find(self._label, names)
-            try:
-                return self._get(names, slots, into)
-            finally:
-                self._owner.let_go(pinned)
+            return self._get(names, self._owner.find(self._label, names), into)
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         return self.put_pieces(names, [(view,) for view in data])
@@ -92,7 +88,7 @@ class Hf3fsStorage(Storage):
     def touch(self, names: Sequence[str]) -> None:
         check_names(names)
         with self._call():
-            self._owner.let_go(self._owner.find(self._label, names)[1])
+            self._owner.find(self._label, names)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
@@ -102,7 +98,9 @@ class Hf3fsStorage(Storage):
     def drop(self, group: str | None = None) -> int:
         check_names([] if group is None else [group])
         with self._call():
-            return sum(sum(self._delete(names)) for names in self._owner.names(self._label, group))
+            count = sum(sum(self._delete(names)) for names in self._owner.names(self._label, group))
+            self._wipe(self._folder_in_place(), self._owner.left(self._label, group))
+            return count
 
     def usage(self) -> StorageUsage:
         with self._call():
@@ -125,7 +123,6 @@ class Hf3fsStorage(Storage):
             self._rest.set()
             self._left.wait_for(lambda: not self._calls, CLOSE_S)
             if self._calls:
-                self._hung = True
                 log.warning("%s: %d calls hang, and are left behind", self._path, self._calls)
         self._release()
 
@@ -135,7 +132,7 @@ class Hf3fsStorage(Storage):
             if not self._closed or self._calls or self._released:
                 return
             self._released = True
-        self._owner.close(self._folder, clean=not self._hung)
+        self._owner.close(self._folder)
         self._folder.close()
         self._engine.close()
 
@@ -159,47 +156,29 @@ class Hf3fsStorage(Storage):
 
     def _get(self, names: Sequence[str], slots: Sequence[Slot | None], into: Sequence[memoryview]) -> list[int | None]:
         folder = self._folder_in_place()
-        sizes: list[int | None] = [None] * len(names)
-        moves: dict[int, Move] = {}
-        gone, failed = list[int](), list[OSError]()
-        try:
-            for number, slot in enumerate(slots):
-                if slot is None:
-                    continue
-                try:
-                    file = folder.file(slot.extent)
-                except FileNotFoundError:
-                    gone.append(number)
-                except OSError as error:
-                    failed.append(error)
-                else:
-                    title = Title(self._label, names[number], slot)
-                    moves[number] = Move(file, slot.offset, (into[number][: slot.size_bytes],), title)
-            self._count("lost", len(gone))
-            self._engine.read([move for move in moves.values() if not move.rest_bytes])
-            for number, move in moves.items():
-                if rest_bytes := move.rest_bytes:  # which the check needs: memory for one at a time
-                    move.pieces = (*move.pieces, memoryview(bytearray(rest_bytes)))
-                    self._engine.read([move])
-                    move.pieces = move.pieces[:1]
-                if move.intact:
-                    sizes[number] = move.object_bytes
-                elif move.trouble is None or move.trouble.errno in _LOST:
-                    gone.append(number)
-        except OSError as error:
-            raise StorageError(f"{self._path}: read 0 of {len(names)} objects: {error}") from error
+        wanted = {number: (names[number], slot) for number, slot in enumerate(slots) if slot is not None}
+        moves, troubles = self._moves(folder, wanted, {it: (into[it][: wanted[it][1].size_bytes],) for it in wanted})
+        no_file = sum(isinstance(error, FileNotFoundError) for error in troubles.values())
+        self._engine.read([move for move in moves.values() if not move.rest_bytes])
+        for move in moves.values():
+            if rest_bytes := move.rest_bytes:  # which the check needs: memory for one at a time
+                move.pieces = (*move.pieces, memoryview(bytearray(rest_bytes)))
+                self._engine.read([move])
+                move.pieces = move.pieces[:1]
+        troubles |= {number: move.trouble for number, move in moves.items() if move.trouble is not None}
+        failed = [trouble for trouble in troubles.values() if trouble.errno not in _LOST]
+        intact = {number for number, move in moves.items() if move.intact}
+        gone = [it for it in wanted if it not in intact and (it not in troubles or troubles[it].errno in _LOST)]
+        self._count("lost", no_file)
+        self._count("torn", len(gone))
+        self._count("unreadable", len(failed))
         if gone:
             log.warning("%s: %d objects are not as they were written, and are forgotten", self._path, len(gone))
-            self._count("torn", len(gone))
             with suppress(StorageError):
-                wrong = [(names[number], slot) for number in gone if (slot := slots[number]) is not None]
-                self._owner.let_go(self._owner.remove(self._label, wrong))
-        tried = len(failed) + len(moves)
-        failed += [move.trouble for move in moves.values() if move.trouble and move.trouble.errno not in _LOST]
-        self._count("unreadable", len(failed))
-        if failed and len(failed) == tried and not self._can_read(folder, failed):
+                self._owner.remove(self._label, [wanted[number] for number in gone])
+        if failed and len(failed) == len(wanted) - no_file and not self._can_read(folder, failed):
             raise StorageError(f"{self._path}: read 0 of {len(names)} objects: {failed[0]}") from failed[0]
-        return sizes
+        return [wanted[number][1].size_bytes if number in intact else None for number in range(len(names))]
 
     def _can_read(self, folder: Folder, failed: Sequence[OSError]) -> bool:
         """Whether the store can be read, so that reads which failed are of single objects and no trouble of all."""
@@ -217,51 +196,70 @@ class Hf3fsStorage(Storage):
     def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
         folder = self._folder_in_place()
         sizes = [sum(piece.nbytes for piece in pieces) for pieces in data]
-        slot_bytes = [slot_bytes_for(size) for size in sizes]
-        slots = self._owner.reserve(folder, self._engine, self._label, names, slot_bytes)
+        slots, lost = self._owner.reserve(self._label, names, [*map(slot_bytes_for, sizes)])
+        answers = [slot is True for slot in slots]
         unwritten = {number: slot for number, slot in enumerate(slots) if isinstance(slot, Entry)}
-        answers, full, failed = [slot is True for slot in slots], 0, list[OSError]()
-        moves: dict[int, Move] = {}
         try:
+            self._wipe(folder, lost)
+            self._owner.take_out(folder)
             for number, entry in unwritten.items():
                 entry.size_bytes = sizes[number]
-                try:
-                    file = folder.file(entry.slot.extent, create=True)
-                except OSError as error:
-                    if error.errno in FULL:
-                        full += 1
-                    else:
-                        failed.append(error)
-                    continue
-                title = Title(self._label, names[number], entry.slot)
-                moves[number] = Move(file, entry.slot.offset, data[number], title)
+            wanted = {number: (names[number], entry.slot) for number, entry in unwritten.items()}
+            moves, troubles = self._moves(folder, wanted, {number: data[number] for number in wanted}, create=True)
             self._engine.write([*moves.values()])
-            written = [number for number, move in moves.items() if move.trouble is None]
-            committed = [unwritten.pop(number) for number in written]
-            known = self._owner.commit(self._label, names, committed)
+            troubles |= {number: move.trouble for number, move in moves.items() if move.trouble is not None}
+            written = [number for number in wanted if number not in troubles]
+            known = self._owner.commit(self._label, names, [unwritten.pop(number) for number in written])
             for number in written:
                 answers[number] = known[number]
-            self._count("too late", len(written) - sum(answers[number] for number in written))
-        except OSError as error:
-            raise StorageError(f"{self._path}: stored {sum(answers)} of {len(names)} objects: {error}") from error
         finally:
             self._owner.abort(unwritten.values())
-        troubles = [move.trouble for number, move in moves.items() if number in unwritten and move.trouble is not None]
-        failed += [error for error in troubles if error.errno not in FULL]
-        self._count("no space", full + sum(error.errno in FULL for error in troubles))
+        failed = [trouble for trouble in troubles.values() if trouble.errno not in FULL]
+        self._count("no space", len(troubles) - len(failed))
         self._count("unwritten", len(failed))
-        wrote = any(answers[number] for number in moves)
+        wrote = any(answers[number] for number in wanted)
         if failed and (not wrote or any(error.errno == errno.ETIMEDOUT for error in failed)):  # it hangs, or has failed
             told = f"stored {sum(answers)} of {len(names)} objects"
             raise StorageError(f"{self._path}: {told}: {failed[0]}") from failed[0]
         return answers
 
     def _delete(self, names: Sequence[str]) -> list[bool]:
-        folder = self._folder_in_place()
         places = dict(zip(names, self._owner.places(self._label, names), strict=True))
         gone = [(name, slot) for name, slots in places.items() for slot in slots]
-        self._owner.wipe(folder, self._engine, self._owner.remove(self._label, gone))
+        folder = self._folder_in_place()
+        self._owner.remove(self._label, gone, lambda: self._wipe(folder, gone))
         return [bool(places.pop(name, ())) for name in names]
+
+    def _wipe(self, folder: Folder, objects: Sequence[tuple[str, Slot]]) -> None:
+        """Write over the headers of slots that still have these objects, also in files of others: else a process that
+        starts would find them again. Where that fails, it may."""
+        moves, _ = self._moves(folder, dict(enumerate(objects)))
+        self._engine.read([*moves.values()])
+        mine = list[Move]()
+        for number, move in moves.items():
+            name, slot = objects[number]
+            title = read_header(move.header, slot.extent)
+            if title is not None and title[:3] == (self._label, name, slot):
+                mine.append(move)
+        self._engine.write(mine)
+
+    def _moves(
+        self,
+        folder: Folder,
+        objects: Mapping[int, tuple[str, Slot]],
+        data: Mapping[int, Sequence[memoryview]] | None = None,
+        *,
+        create: bool = False,
+    ) -> tuple[dict[int, Move], dict[int, OSError]]:
+        """The moves of objects, or (without `data`) of their headers alone; and why files cannot be opened."""
+        moves, troubles = dict[int, Move](), dict[int, OSError]()
+        for number, (name, slot) in objects.items():
+            pieces, title = (data[number], Title(self._label, name, slot)) if data is not None else ((), None)
+            try:
+                moves[number] = Move(folder.file(slot.extent, create=create), slot.offset, pieces, title)
+            except OSError as error:
+                troubles[number] = error
+        return moves, troubles
 
     # --- the folder
 
