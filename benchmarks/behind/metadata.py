@@ -14,7 +14,7 @@ from redis_server import RedisServer
 from common import watched
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs._hf3fs_folder import Folder
-from kvarve.storage.hf3fs._io_posix import PosixEngine
+from kvarve.storage.hf3fs._io_engine import PosixEngine
 from kvarve.storage.hf3fs._owner import Owner, own
 from kvarve.storage.hf3fs._slot_table import Entry
 
@@ -38,7 +38,8 @@ class Store:
     """What one process has of a store, whose files are never written. `setting`: of the map, as in a URL."""
 
     def __init__(self, folder: Path, objects: int, setting: str | None) -> None:
-        self._folder, self._engine = Folder(Disk(), folder), PosixEngine(Disk(), 1)
+        self._engine = PosixEngine(Disk(), 1)
+        self._folder = Folder(Disk(), folder, self._engine)
         self.owner: Owner = own(setting, (objects + objects // 20 + 2 * _FILLED) * SLOT_BYTES, None, self._folder)
         self.owner.keep(self._folder, self._engine)
 

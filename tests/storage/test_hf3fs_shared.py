@@ -21,7 +21,7 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.hf3fs import _owner as owner_module
 from kvarve.storage.hf3fs import _redis_map as redis_map
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs._redis_map import RedisMap, packed, redis_settings
+from kvarve.storage.hf3fs._redis_map import RedisMap, map_settings, packed
 from kvarve.storage.hf3fs._slot_layout import Extent, file_name
 from kvarve.storage.hf3fs._slot_table import REST_S
 from kvarve.storage.redis.wire import command
@@ -417,7 +417,7 @@ def test_a_password_comes_from_its_file_and_is_never_shown(
 )
 def test_a_setting_that_cannot_work_is_told_and_shows_no_secret(setting: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as told:
-        redis_settings(setting)
+        map_settings(setting)
     assert "secret" not in str(told.value) and "\n" not in str(told.value)
 
 

@@ -15,7 +15,7 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage, open_storage
 from kvarve.storage.file.disk import Directory, Disk
 from kvarve.storage.hf3fs import _hf3fs_storage as storage_module
-from kvarve.storage.hf3fs._hf3fs_folder import Folder
+from kvarve.storage.hf3fs._hf3fs_folder import Descriptors, Folder
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs._slot_layout import (
     BLOCK_BYTES,
@@ -303,16 +303,17 @@ def test_without_the_binding_auto_means_posix_and_with_it_arenas_are_shared_memo
 
 def test_a_sync_that_failed_is_a_failure_of_all_who_had_written_before_it(tmp_path: Path) -> None:
     """The kernel has told the first of them, and tells the second that all is well."""
-    store = Folder(Disk(), tmp_path / "store")
+    store = Folder(Disk(), tmp_path / "store", Descriptors())
     file = store.file(EXTENT, create=True)
 
     def fails(fd: int) -> None:
         raise OSError(5, "the medium has failed")
 
-    before = file.failed_syncs
     with pytest.raises(OSError, match="the medium"):
-        file.sync(fails, before)
+        file.sync(fails)
     with pytest.raises(OSError, match="another sync"):
-        file.sync(lambda _: None, before)
-    file.sync(lambda _: None, file.failed_syncs)
+        file.sync(lambda _: None)
+    again = store.file(EXTENT)
+    assert again is not file and store.file(EXTENT) is again
+    again.sync(lambda _: None)
     store.close()

@@ -327,6 +327,13 @@ class Disk:
         """The name of this host, or container."""
         return socket.gethostname()
 
+    def machine(self) -> str:
+        """A name that no other machine has, and that this one keeps."""
+        with suppress(OSError):
+            if name := Path("/etc/machine-id").read_text("ascii").strip():
+                return f"machine {name} {self.host()}"
+        return f"machine {self.host()}"
+
     def is_local(self, folder: Directory) -> bool:
         """Whether a folder is on a file system that only this host can have mounted. False: not, or unknown."""
         device = os.fstat(folder.file).st_dev

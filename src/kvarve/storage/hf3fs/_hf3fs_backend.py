@@ -10,15 +10,13 @@ from typing import TypeVar
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, check_settings
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.file.folder import Medium, checked_path
-from kvarve.storage.hf3fs._hf3fs_folder import check_path, nearest_place
+from kvarve.storage.file.folder import Medium, checked_path, nearest_place
+from kvarve.storage.hf3fs._hf3fs_folder import check_path
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs._io_engine import Engine
-from kvarve.storage.hf3fs._io_posix import PosixEngine
+from kvarve.storage.hf3fs._io_engine import Engine, PosixEngine
 from kvarve.storage.hf3fs._io_usrbio import Library, UsrbioEngine, load
 from kvarve.storage.hf3fs._owner import own
-from kvarve.storage.hf3fs._redis_map import redis_settings
-from kvarve.storage.redis.servers import library
+from kvarve.storage.hf3fs._redis_map import map_settings
 from kvarve.storage.urls import Backend, StorageUrl
 from kvarve.system.background import Abandoned, BackgroundCall
 from kvarve.system.mounts import mounts
@@ -80,12 +78,8 @@ def read_settings(url: StorageUrl) -> Settings:
     threads = url.whole_number("threads") if "threads" in given else _THREADS
     if not 1 <= threads <= 256:
         raise ConfigError(f"{url.text}: threads must be a number from 1 to 256")
-    try:
-        if "metadata" in given:
-            redis_settings(given["metadata"])
-            library()
-    except ConfigError as error:
-        raise ConfigError(f"{url.text}: {error}") from None
+    if "metadata" in given:
+        map_settings(given["metadata"])
     return Settings(
         checked_path(url.path),
         url.size_bytes("capacity"),

@@ -26,8 +26,8 @@ from pathlib import Path
 from kvarve.errors import StorageError
 from kvarve.storage.base import Damaged
 from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
-from kvarve.storage.file.folder import Medium
-from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
+from kvarve.storage.file.folder import Medium, nearest_folder, small_file
+from kvarve.storage.file.marker import MARKER, problem_in, written
 from kvarve.storage.hf3fs._slot_layout import Extent, extent_of, file_name
 
 log = logging.getLogger(__name__)
@@ -48,41 +48,40 @@ class File:
 
     def __init__(self, path: Path, fd: int, *, direct: bool, close: Callable[[], None]) -> None:
         self.path, self.fd, self.direct = path, fd, direct
-        self.failed_syncs = 0
-        self._syncing = threading.Lock()  # guards the count
+        self.failed = False  # a sync
+        self._syncing = threading.Lock()  # guards that
         weakref.finalize(self, close).atexit = False
 
-    def sync(self, sync: Callable[[int], object], failed_before: int) -> None:
-        """Return when all that was written to the file since `failed_syncs` was `failed_before` is on the medium.
-
-        The kernel tells a failure to one of all who sync a descriptor, and maybe not to the one whose bytes are lost.
-        """
+    def sync(self, sync: Callable[[int], object]) -> None:
+        """Return when all that was written to the file is on the medium. OSError. The kernel tells a failure to one of
+        all who sync a descriptor, and maybe not to the one whose bytes are lost: so all others fail, too."""
         with self._syncing:
+            if self.failed:
+                raise OSError(errno.EIO, f"{self.path}: another sync of it has failed")
             try:
                 sync(self.fd)
             except OSError:
-                self.failed_syncs += 1
+                self.failed = True
                 raise
-            if self.failed_syncs > failed_before:
-                raise OSError(errno.EIO, f"{self.path}: another sync of it has failed")
+
+
+class Descriptors:
+    """Hears of each descriptor of a file, before its first use and before its end."""
+
+    direct = True  # it wants files past the page cache, where the file system can
+
+    def opened(self, fd: int) -> None:
+        return
+
+    def closing(self, fd: int) -> None:
+        return
 
 
 class Folder:
-    """An open folder, made if it is missing and `make`. `direct`: files are opened past the page cache where the file
-    system can; `opened(fd)` and `closing(fd)` hear of each descriptor. StorageError: it is not ours, or fails."""
+    """An open folder, made if it is missing and `make`. StorageError: it is not ours, or fails."""
 
-    def __init__(
-        self,
-        disk: Disk,
-        path: Path,
-        *,
-        make: bool = True,
-        direct: bool = True,
-        opened: Callable[[int], None] = lambda _: None,
-        closing: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        self.disk, self.path = disk, path
-        self._direct, self._opened, self._closing = direct, opened, closing
+    def __init__(self, disk: Disk, path: Path, hears: Descriptors, *, make: bool = True) -> None:
+        self.disk, self.path, self._hears = disk, path, hears
         self._lock = threading.Lock()  # guards the files
         self._files: OrderedDict[Extent, File] = OrderedDict()  # the one used last comes last
         with Medium(path):
@@ -177,30 +176,22 @@ class Folder:
         """The extent's file. FileNotFoundError: there is none. Other OSErrors."""
         with self._lock:
             file = self._files.pop(extent, None)
-            if file is None:
+            if file is None or file.failed:
                 file = self._open(file_name(extent), create)
             self._files[extent] = file
             while len(self._files) > _OPEN_FILES:
                 self._files.popitem(last=False)
         return file
 
-    def marker(self) -> File:
-        """The file that makes the folder a store. OSError."""
-        return self._open(MARKER, create=False)
-
     def _open(self, name: str, create: bool) -> File:
-        disk, root, closing = self.disk, self.root, self._closing
-        try:
-            fd = disk.open(root, name)
-        except FileNotFoundError:
-            if not create:
-                raise
+        disk, root, hears = self.disk, self.root, self._hears
+        if create:
             with suppress(FileExistsError):
                 disk.close(disk.open(root, name, create=True))
                 disk.sync_folder(root)
-            fd = disk.open(root, name)
+        fd = disk.open(root, name)
         direct = False
-        if self._direct:
+        if hears.direct:
             with suppress(OSError):  # tmpfs and others have no direct I/O
                 past = disk.open(root, name, direct=True)
                 try:
@@ -211,61 +202,39 @@ class Folder:
                 disk.close(fd)
                 fd, direct = past, True
         try:
-            self._opened(fd)
+            hears.opened(fd)
         except BaseException:
             disk.close(fd)
             raise
 
         def close() -> None:
-            closing(fd)
+            hears.closing(fd)
             disk.close(fd)
 
         return File(self.path / name, fd, direct=direct, close=close)
 
-    def forget(self, extent: Extent) -> None:
-        """Open the extent's file anew when it is asked for next."""
+    def remove(self, extent: Extent) -> None:
         with self._lock:
             self._files.pop(extent, None)
-
-    def forget_removed(self) -> dict[Extent, int]:
-        """Let go of files that have been removed: one has its room until the last process closes it. Returns what
-        `extents` does."""
-        with self._lock:
-            open_before = [*self._files]  # one made after the list was read is not in it
-        there = self.extents()
-        for extent in open_before:
-            if extent not in there:
-                self.forget(extent)
-        return there
-
-    def remove(self, extent: Extent) -> None:
-        self.forget(extent)
         with suppress(FileNotFoundError):
             self.disk.unlink(self.root, file_name(extent))
 
     def extents(self) -> dict[Extent, int]:
-        """All extents that have a file, and the file's bytes."""
-        return {extent: it.st_size for extent, it in _extents(self.disk, self.root)}
-
-
-def nearest_place(path: Path) -> Path:
-    """The path, or the folder nearest above it that is there. OSError: that cannot be told, as of a dead mount."""
-    for place in (path, *path.parents):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            place.lstat()
-            return place
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        """All extents that have a file, and the file's bytes. Others that were open have been removed, and are closed:
+        a file has its room until the last process closes it."""
+        with self._lock:
+            open_before = [*self._files]  # one made after the list was read is not in it
+        there = {extent: it.st_size for extent, it in _extents(self.disk, self.root)}
+        with self._lock:
+            for extent in {*open_before} - there.keys():
+                self._files.pop(extent, None)
+        return there
 
 
 def check_path(disk: Disk, path: Path) -> None:
     """Raise what opening would raise, and touch nothing."""
     with Medium(path):
-        nearest = nearest_place(path)
-        if nearest != path and not nearest.is_dir():
-            raise StorageError(f"{path}: {nearest} is not a folder")
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-            raise StorageError(f"{path}: no permission to read and write {nearest}")
-        if nearest == path:
+        if nearest_folder(path) == path:
             with disk.closing(disk.enter(path)) as root:
                 _is_store(disk, root)
 
@@ -278,7 +247,7 @@ def _is_store(disk: Disk, root: Directory) -> bool:
         return False
     problem = problem_in(
         root.path,
-        lambda: _content(disk, root),
+        lambda: small_file(disk, root, MARKER),
         FORMAT,
         kind="kvarve store on 3FS",
         otherwise=lambda: any(_extents(disk, root)),
@@ -290,11 +259,3 @@ def _is_store(disk: Disk, root: Directory) -> bool:
 
 def _extents(disk: Disk, root: Directory) -> Iterator[tuple[Extent, os.stat_result]]:
     return ((extent, it) for name, it in disk.files(root).items() if (extent := extent_of(name)) is not None)
-
-
-def _content(disk: Disk, root: Directory) -> bytes:
-    file = disk.open(root, MARKER, read_only=True)
-    try:
-        return disk.peek(file, MARKER_BYTES + 1, 0)
-    finally:
-        disk.close(file)

@@ -1,21 +1,23 @@
-"""What moves bytes between memory and slots, some at once on threads of its own: what both engines have in common."""
+"""What moves bytes between memory and slots, some at once on threads of its own: by the calls of any file system, past
+the page cache where it can be. `_io_usrbio` has another engine.
+"""
 
-import time
+import errno
+import mmap
+import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
-from kvarve.storage.base import left_s
-from kvarve.storage.hf3fs._hf3fs_folder import File, Folder
+from kvarve.storage.file.disk import Disk, is_aligned
+from kvarve.storage.hf3fs._hf3fs_folder import Descriptors, File, Folder
 from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES, HEADER_BYTES, Title, digest, header
 from kvarve.system.background import WorkerPool
 from kvarve.system.regions import HostRegion
 
-T = TypeVar("T")
-_PATIENCE_S = 60.0  # of a caller that has not said how long it waits
+_BOUNCE_BYTES = 1 << 20
+_here = threading.local()  # this thread's memory: for a header, and for what direct I/O cannot move where it lies
 
 
 @dataclass(eq=False)
@@ -34,7 +36,6 @@ class Move:
     header: bytes = b""
     intact: bool = False
     trouble: OSError | None = None
-    failed_syncs: int = 0  # of the file, before the write
 
     @property
     def size_bytes(self) -> int:
@@ -58,28 +59,15 @@ class Move:
         return b"" if self.title is None else header(self.title._replace(digest=digest(self.pieces)))
 
 
-class Short(OSError):
-    """Fewer bytes came than a slot has: it lies beyond the end of its file, or in a hole."""
-
-
-class Engine(ABC):
+class Engine(Descriptors, ABC):
     """Calls come from several threads. What becomes of each move stands in it; no call raises for one of them.
 
-    A read that has ended writes nothing more to its buffers, however it ended: where the file system hangs, it may not
-    end. A write may end late. What an engine has no use for it need not hear of.
+    Where the file system hangs, a call does not end before that goes on: what has ended writes nothing more, neither to
+    buffers nor to slots. The lanes and the breaker above abandon such a call, and keep its memory.
     """
-
-    direct: bool  # wants files past the page cache
 
     def __init__(self, threads: int) -> None:
         self._threads, self._pool = threads, WorkerPool(threads, "kvarve 3fs")
-
-    def opened(self, fd: int) -> None:
-        """A file's descriptor, before the first move."""
-        return
-
-    def closing(self, fd: int) -> None:
-        return
 
     def register(self, region: HostRegion) -> None:
         return
@@ -93,11 +81,9 @@ class Engine(ABC):
 
     def write(self, moves: Sequence[Move]) -> None:
         """Those without trouble are on the medium."""
-        for move in moves:
-            move.failed_syncs = move.file.failed_syncs
         self._move_all(moves, for_read=False)
-        written = {move.file: move.failed_syncs for move in reversed(moves) if move.trouble is None}
-        troubles = self._each(written, lambda file: file.sync(self._sync, written[file]))
+        written = {move.file for move in moves if move.trouble is None}
+        troubles = self._pool.each(written, lambda file: file.sync(self._sync))
         for move in moves:
             move.trouble = move.trouble or troubles[move.file]
 
@@ -106,38 +92,51 @@ class Engine(ABC):
         self._pool.shutdown()
 
     @abstractmethod
-    def _move(self, move: Move, *, for_read: bool, end: float) -> None:
-        """On a thread of the pool. OSError; a TimeoutError if it takes longer than until `end`."""
+    def _move(self, move: Move, *, for_read: bool) -> None:
+        """On a thread of the pool. OSError."""
 
     @abstractmethod
     def _sync(self, fd: int) -> None:
         """Return when what was written is on the medium. OSError."""
 
     def _move_all(self, moves: Sequence[Move], *, for_read: bool) -> None:
-        end = time.monotonic() + min(left_s(), _PATIENCE_S)
-        for move, trouble in self._each(moves, partial(self._move, for_read=for_read, end=end)).items():
+        for move, trouble in self._pool.each(moves, partial(self._move, for_read=for_read)).items():
             move.trouble = trouble
 
-    def _each(self, work: Iterable[T], do: Callable[[T], None]) -> dict[T, OSError | None]:
-        """Do all work, some at once; each with its error."""
-        troubles: dict[T, OSError | None] = {}
-        left = deque(work)
 
-        def share() -> None:  # a future for each thread, not for each piece: those cost as much as a checksum
-            while left:
-                try:
-                    one = left.popleft()
-                except IndexError:  # another thread has taken the last one
-                    return
-                try:
-                    do(one)
-                    troubles[one] = None
-                except OSError as error:
-                    troubles[one] = error.with_traceback(None)  # which would keep files open
+class PosixEngine(Engine):
+    def __init__(self, disk: Disk, threads: int) -> None:
+        super().__init__(threads)
+        self._disk = disk
 
-        for future in [self._pool.run(share) for _ in range(min(self._threads, len(left)))]:
-            future.result()
-        return troubles
+    def _sync(self, fd: int) -> None:
+        self._disk.sync(fd)
+
+    def _move(self, move: Move, *, for_read: bool) -> None:
+        if not hasattr(_here, "memory"):
+            _here.memory = memoryview(mmap.mmap(-1, BLOCK_BYTES + _BOUNCE_BYTES))
+        header, bounce = _here.memory[:BLOCK_BYTES], _here.memory[BLOCK_BYTES:]
+        file, views, at = move.file, [header, *move.pieces], move.offset
+        call = self._disk.read if for_read else self._disk.write
+        if not for_read:
+            move.seal(header)
+        elif not file.direct:
+            self._disk.uncache(file.fd, move.size_bytes, at)
+        if not file.direct or all(map(is_aligned, views)):
+            _whole(call, file, views, at, move.size_bytes)
+        else:
+            for group in cut(views, _BOUNCE_BYTES):
+                size = sum(view.nbytes for view in group)
+                blocks = -(-size // BLOCK_BYTES) * BLOCK_BYTES
+                if not for_read:
+                    copy(group, bounce, into_views=False)
+                    bounce[size:blocks] = bytes(blocks - size)
+                _whole(call, file, [bounce[:blocks]], at, size if for_read else blocks)
+                if for_read:
+                    copy(group, bounce, into_views=True)
+                at += blocks
+        if for_read:
+            move.check(header)
 
 
 def cut(views: Iterable[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
@@ -167,3 +166,19 @@ def copy(views: Iterable[memoryview], memory: memoryview, *, into_views: bool) -
         else:
             here[:] = view
         at += view.nbytes
+
+
+def _whole(
+    call: Callable[[int, Sequence[memoryview], int], int], file: File, views: Sequence[memoryview], at: int, needed: int
+) -> None:
+    """Move all bytes, or those that are needed. OSError: ENODATA, the file has fewer; others."""
+    left = list(views)
+    while needed > 0:
+        count = call(file.fd, left, at)
+        if not count:
+            raise OSError(errno.ENODATA, f"{file.path}: {needed} bytes are missing at {at}")
+        at, needed = at + count, needed - count
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][count:]

@@ -9,7 +9,7 @@
 | a hole reads as zeros unless forbidden, unwritten bytes of a chunk always do | forbidden; the header decides |
 | a full ring refuses an operation (EAGAIN) | it is prepared again when all before it have ended |
 | a ring may not be used by two threads | each thread has a ring of its own each way, for one slot at a time |
-| what was prepared may be moved long after its caller gave up | the ring is kept aside until all results are in |
+| what was prepared may be moved at any time, until the daemon ends | a call ends when all its results are in, or then |
 | a descriptor has to be registered, and unregistered before it is closed | by `opened` and `closing` |
 | memory must be shared by name | arenas of `Backend.allocate` are; other bytes go through the ring's own memory |
 """
@@ -19,8 +19,7 @@ import importlib
 import itertools
 import logging
 import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,9 +27,9 @@ from typing import Any, Protocol
 
 from kvarve.errors import ConfigError
 from kvarve.storage.hf3fs._hf3fs_folder import File, Folder
-from kvarve.storage.hf3fs._io_engine import Engine, Move, Short, copy, cut
+from kvarve.storage.hf3fs._io_engine import Engine, Move, copy, cut
 from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES
-from kvarve.system.background import Abandoned, BackgroundCall, WorkerPool
+from kvarve.system.background import WorkerPool
 from kvarve.system.regions import HostRegion, address, shared_region
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 FORBID_HOLES = 2  # HF3FS_IOR_FORBID_READ_HOLES
 _ENTRIES = 128  # operations of a ring at once
 _OWN_BYTES = 4 << 20  # a ring's own memory, for headers and for bytes that are not in shared memory
-LOST = 4  # calls whose rings do not answer, at most, before no new one is made
 _LOOK_S = 1.0  # between two looks at whether the daemon still lives
 
 
@@ -49,18 +47,8 @@ class Library(Protocol):
     def register_fd(self, fd: int) -> object: ...
     def deregister_fd(self, fd: int) -> object: ...
     def force_fsync(self, fd: int) -> int: ...
-    def make_iovec(self, shm: Any, hf3fs_mount_point: str, block_size: int = 0, numa: int = -1) -> Any: ...
-    def make_ioring(
-        self,
-        hf3fs_mount_point: str,
-        entries: int,
-        for_read: bool = True,
-        io_depth: int = 0,
-        priority: int | None = None,
-        timeout: int | None = None,
-        numa: int = -1,
-        flags: int = 0,
-    ) -> Any: ...
+    def make_iovec(self, shm: Any, mount: str, /, *, numa: int = -1) -> Any: ...
+    def make_ioring(self, mount: str, entries: int, /, *, for_read: bool = True, flags: int = 0) -> Any: ...
 
 
 def load() -> Library:
@@ -112,14 +100,16 @@ class _Ring:
         self._under_way: dict[int, _Part] = {}  # by userdata
         self._used_bytes = 0  # of its own memory
         self._trouble: OSError | None = None
-        self._late = False  # nobody waits for what is under way
 
-    def move(self, parts: Iterable[_Part], end: float) -> None:
-        """OSError: some part was not moved whole. TimeoutError: some may still be."""
+    def move(self, parts: Iterable[_Part], is_gone: Callable[[], bool]) -> None:
+        """OSError: some part was not moved whole. ConnectionAbortedError: the daemon has ended, and so has the ring."""
         for part in parts:
             while not self._prepared(part):
-                self._finish(end)
-        self._finish(end)
+                self._finish(is_gone)
+        self._finish(is_gone)
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            raise trouble
 
     def _prepared(self, part: _Part) -> bool:
         """Whether the operation is now the daemon's, or refused; False: when all before it have ended it may be."""
@@ -143,26 +133,22 @@ class _Ring:
         self._used_bytes += size if part.own else 0
         return True
 
-    def _finish(self, end: float) -> None:
-        """Wait until all that was prepared has ended. OSError."""
+    def _finish(self, is_gone: Callable[[], bool]) -> None:
+        """Wait until all that was prepared has ended."""
         with suppress(OSError):  # the daemon finds by itself what was prepared
             self._ring.submit()
         while self._under_way:
-            left_s = end - time.monotonic()
-            if not self._wait(max(0.0, left_s), len(self._under_way)) and left_s <= 0:
-                self._late = True
-                raise TimeoutError(errno.ETIMEDOUT, f"{self._mount}: 3FS has not answered in time")
-        trouble, self._trouble, self._used_bytes = self._trouble, None, 0
-        if trouble is not None:
-            raise trouble
+            if not self._wait() and is_gone():
+                raise ConnectionAbortedError(errno.ECONNABORTED, f"{self._mount}: the FUSE daemon of 3FS has ended")
+        self._used_bytes = 0
 
-    def _wait(self, seconds: float, least: int) -> bool:
-        """Take what has ended, and wait `seconds` for so many at least; whether anything has."""
-        wait_s = min(seconds, _LOOK_S)
+    def _wait(self) -> bool:
+        """Take what has ended, and wait a while for all; whether anything has."""
         try:
-            results = self._ring.wait(max_results=_ENTRIES, min_results=least, timeout=timedelta(seconds=wait_s))
+            least, most_s = len(self._under_way), timedelta(seconds=_LOOK_S)
+            results = self._ring.wait(max_results=_ENTRIES, min_results=least, timeout=most_s)
         except OSError:  # nothing is known of the operations
-            threading.Event().wait(wait_s)
+            threading.Event().wait(_LOOK_S)
             return False
         for result in results:
             part = self._under_way.pop(result.userdata, None)
@@ -173,36 +159,20 @@ class _Ring:
                 self._trouble = OSError(-result.result, words)
             elif result.result != part.size_bytes:
                 words = f"{self._mount}: {result.result} of {part.size_bytes} bytes at {part.offset}"
-                self._trouble = Short(errno.ENODATA, words)
-            elif self._for_read and part.own is not None and not self._late:
+                self._trouble = OSError(errno.ENODATA, words)
+            elif self._for_read and part.own is not None:
                 copy(part.views, self._region.memory[part.own], into_views=True)
         return bool(results)
 
-    def has_answered(self) -> bool:
-        """Whether nothing is under way any more."""
-        self._wait(0.0, 0)
-        return not self._under_way
-
-    def writes_to_callers(self) -> bool:
-        """Whether something may still be written to memory that is not the ring's own; waits for that not to be."""
-        self._wait(_LOOK_S, 1)
-        return self._for_read and any(part.shared is not None for part in self._under_way.values())
-
 
 class UsrbioEngine(Engine):
-    """A call ends when its deadline has passed, except that one that reads straight into its caller's memory stays
-    until nothing can be written there."""
-
     direct = False
 
     def __init__(self, library: Library, mount: str, rings: int) -> None:
         super().__init__(rings)
         self._library, self._mount = library, mount
+        self._here = threading.local()  # this thread's rings, by whether they read
         self._lock = threading.Lock()  # guards all below
-        self._folder: Folder | None = None
-        self._here = threading.local()  # the rings of each thread
-        self._lost: list[_Ring] = []  # whose last call ended before its operations
-        self._asking: BackgroundCall[bool] | None = None
         self._regions: list[HostRegion] = []
         self._iovecs: dict[int, Any] = {}  # by the region's address; None: it could not be lent
 
@@ -218,67 +188,36 @@ class UsrbioEngine(Engine):
                 self._regions.append(region)
 
     def enter(self, folder: Folder) -> None:
-        """Rings and iovecs live as long as their mount: so do threads, which have the rings."""
-        with self._lock:
-            before, self._folder = self._folder, folder
-        if before is not None:
-            gone = self._is_gone(before)
-            self._pool.shutdown()
-            self._pool = WorkerPool(self._threads, "kvarve 3fs")
-            with self._lock:
-                lost, self._lost = self._lost, [] if gone else self._lost
-                iovecs, self._iovecs = self._iovecs, {}
-            del lost, iovecs  # not under the lock, as their links on the mount are removed then
+        """Rings and iovecs live as long as their mount, and so do the threads that have the rings."""
+        self._folder, before, self._pool = folder, self._pool, WorkerPool(self._threads, "kvarve 3fs")
+        before.run(self._iovecs.clear)  # where it may hang, as links on the mount are removed
+        before.shutdown()
 
     def close(self) -> None:
+        self._pool.run(self._iovecs.clear)
         super().close()
-        BackgroundCall("kvarve 3fs closes", self._drop).ended(_LOOK_S)
-
-    def _drop(self) -> None:
-        """Which may hang, as links on the mount are removed."""
-        self._lost, self._iovecs = [], {}
 
     def _sync(self, fd: int) -> None:
         """What has a result is on the medium; this is so that others see the file's length."""
         if self._library.force_fsync(fd):
             raise OSError(errno.EIO, "force_fsync failed")
 
-    def _move(self, move: Move, *, for_read: bool, end: float) -> None:
-        if time.monotonic() >= end:  # those before it in its call have not been answered in time
-            raise TimeoutError(errno.ETIMEDOUT, f"{self._mount}: 3FS has not answered in time")
-        ring, header = self._ring(for_read), memoryview(bytearray(BLOCK_BYTES))
+    def _move(self, move: Move, *, for_read: bool) -> None:
+        rings: dict[bool, _Ring] = self._here.__dict__.setdefault("rings", {})
+        header, folder = memoryview(bytearray(BLOCK_BYTES)), self._folder
         if not for_read:
             move.seal(header)
         try:
-            ring.move(self._parts(move, header), end)
-        except TimeoutError:
-            delattr(self._here, str(for_read))
-            # Nothing but the daemon's end or its answer makes the callers' memory theirs again.
-            while ring.writes_to_callers() and not self._is_gone():
-                pass
-            log.warning("3FS: a ring of %s has not answered in time: it is kept aside", self._mount)
-            with self._lock:
-                self._lost.append(ring)
+            if for_read not in rings:
+                rings[for_read] = _Ring(self._library, self._mount, for_read=for_read)
+            rings[for_read].move(self._parts(move, header), folder.is_gone)
+        except ConnectionAbortedError:
+            del rings[for_read]
             raise
+        except ConfigError as error:  # there is no shared memory
+            raise OSError(errno.ENOMEM, str(error)) from None
         if for_read:
             move.check(header)
-
-    def _ring(self, for_read: bool) -> _Ring:
-        """This thread's. OSError: there is none."""
-        ring: _Ring | None = getattr(self._here, str(for_read), None)
-        with self._lock:
-            self._lost = [lost for lost in self._lost if not lost.has_answered()]
-            late = len(self._lost)
-        if ring is None:
-            if late >= LOST * self._threads:
-                words = f"{self._mount}: {late} rings do not answer: is the FUSE daemon of 3FS alive?"
-                raise OSError(errno.ETIMEDOUT, words)
-            try:
-                ring = _Ring(self._library, self._mount, for_read=for_read)
-            except ConfigError as error:  # there is no shared memory
-                raise OSError(errno.ENOMEM, str(error)) from None
-            setattr(self._here, str(for_read), ring)
-        return ring
 
     def _parts(self, move: Move, header: memoryview) -> Iterator[_Part]:
         at, pieces = move.offset, (piece for piece in (header, *move.pieces) if piece.nbytes)
@@ -304,19 +243,6 @@ class UsrbioEngine(Engine):
                     iovec = self._iovecs[first]
                     return None if iovec is None else iovec[start - first : start - first + piece.nbytes]
         return None
-
-    def _is_gone(self, folder: Folder | None = None) -> bool:
-        """Whether the daemon has ended. While it stands still, nothing answers that, and one thread waits."""
-        with self._lock:
-            asked = folder or self._folder
-            if self._asking is None or self._asking.ended():
-                assert asked is not None, "a folder is entered before anything is moved"
-                self._asking = BackgroundCall("kvarve 3fs asks", asked.is_gone)
-            asking = self._asking
-        try:
-            return asking.result(_LOOK_S)
-        except Abandoned:
-            return False
 
 
 def _iovec(library: Library, mount: str, region: HostRegion) -> Any:

@@ -6,23 +6,22 @@ several, each holds leases in the map for owners, whose names are in those of it
 of an owner whose lease nobody holds: of this machine soon, of another one after `ORPHAN_S`.
 """
 
+import errno
 import hashlib
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import StorageUsage, in_group
 from kvarve.storage.file.folder import Medium
 from kvarve.storage.hf3fs._hf3fs_folder import STORE_FILE, Folder
-from kvarve.storage.hf3fs._io_engine import Engine, Move, Short
-from kvarve.storage.hf3fs._redis_map import LEASE_S, RedisMap, redis_settings, with_password
+from kvarve.storage.hf3fs._io_engine import Engine, Move
+from kvarve.storage.hf3fs._redis_map import LEASE_S, RedisMap, map_settings
 from kvarve.storage.hf3fs._slot_layout import Extent, Slot, Title, read_header
 from kvarve.storage.hf3fs._slot_table import EXTENT_BYTES, Entry, SlotTable
 
@@ -39,11 +38,16 @@ class Owner:
     """`end()` is called once, when the last storage is closed. Used by several threads."""
 
     def __init__(
-        self, capacity_bytes: int, quota_bytes: int | None, map_: RedisMap | None, end: Callable[[], object]
+        self,
+        capacity_bytes: int,
+        quota_bytes: int | None,
+        map_: RedisMap | None,
+        machine: str,
+        end: Callable[[], object],
     ) -> None:
         self.capacity_bytes, self._quota_bytes = capacity_bytes, quota_bytes
         self.map, self.users, self._end = map_, 1, end
-        self._machine = int.from_bytes(hashlib.sha256(_this_machine().encode()).digest()[:4], "big")
+        self._machine = int.from_bytes(hashlib.sha256(machine.encode()).digest()[:4], "big")
         self.table = SlotTable(quota_bytes, shared=map_ is not None, first=time.time_ns() // 1000)
         self.clock: Callable[[], float] = time.monotonic
         self.ready = threading.Event()  # set when what was there has been looked through once
@@ -190,7 +194,7 @@ class Owner:
             return
         try:
             with Medium(folder.path):
-                listed = folder.forget_removed()
+                listed = folder.extents()
                 self._claim({extent.owner for extent in listed})
                 self._balance(listed)  # before headers are read, which takes long, and others store
                 self._adopt(folder, engine, listed)
@@ -296,8 +300,9 @@ class Owner:
 def own(setting: str | None, capacity_bytes: int, quota_bytes: int | None, folder: Folder) -> Owner:
     """All of a store, for a process that is alone with it (the storages of one share it), or its part, if it shares a
     map. ConfigError; StorageError: the store is another's, or its map does not answer."""
+    machine = folder.disk.machine()
     if setting is not None:
-        settings = with_password(*redis_settings(setting))
+        settings = map_settings(setting)
         store = folder.identity(f"all that share {settings.where}/{settings.database}")
         shared = RedisMap(settings, store, secrets.token_hex(8).encode())
         try:
@@ -305,9 +310,9 @@ def own(setting: str | None, capacity_bytes: int, quota_bytes: int | None, folde
         except BaseException:
             shared.close()
             raise
-        return Owner(capacity_bytes, quota_bytes, shared, shared.close)
+        return Owner(capacity_bytes, quota_bytes, shared, machine, shared.close)
     with _opening:
-        store = folder.identity(f"one process of {_this_machine()}")
+        store = folder.identity(f"one process of {machine}")
         if owner := _alone.get(store):
             with owner.lock:
                 if owner.users:  # else it is being closed, and its lock still held
@@ -326,16 +331,8 @@ def own(setting: str | None, capacity_bytes: int, quota_bytes: int | None, folde
             del _alone[store]
             folder.disk.close(lock)
 
-        owner = _alone[store] = Owner(capacity_bytes, quota_bytes, None, end)
+        owner = _alone[store] = Owner(capacity_bytes, quota_bytes, None, machine, end)
         return owner
-
-
-def _this_machine() -> str:
-    """A name that no other machine has, and that this one keeps."""
-    with suppress(OSError):
-        if name := Path("/etc/machine-id").read_text("ascii").strip():
-            return f"machine {name} {socket.gethostname()}"
-    return f"machine {socket.gethostname()}"
 
 
 def _titles(folder: Folder, engine: Engine, extent: Extent, file_bytes: int) -> list[Title]:
@@ -346,7 +343,7 @@ def _titles(folder: Folder, engine: Engine, extent: Extent, file_bytes: int) -> 
     for at in range(0, len(places), _HEADERS):
         moves = [Move(file, place * extent.slot_bytes, (), None) for place in places[at : at + _HEADERS]]
         engine.read(moves)
-        failed += [it.trouble for it in moves if it.trouble is not None and not isinstance(it.trouble, Short)]
+        failed += [it.trouble for it in moves if it.trouble is not None and it.trouble.errno != errno.ENODATA]
         for move in moves:
             title = read_header(move.header, extent)
             if title is not None and title.slot.offset == move.offset:

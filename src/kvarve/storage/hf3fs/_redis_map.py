@@ -7,19 +7,17 @@
 Nothing here is believed: the header of a slot decides. What is lost is written again by the owners.
 """
 
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.hf3fs._slot_layout import Extent, Slot, can_be, fits
 from kvarve.storage.redis.redis_backend import read_settings
 from kvarve.storage.redis.redis_storage import RedisStorage
-from kvarve.storage.redis.servers import Settings
+from kvarve.storage.redis.servers import Settings, library
 from kvarve.storage.redis.wire import Refused, Wire, command
 from kvarve.storage.urls import parse_url
 
@@ -28,7 +26,6 @@ _MOST_USES = 1 << 16  # of one owner's slots: those before are forgotten
 _USES_S = 3600
 _TOGETHER = 4096  # commands that are sent before their answers are read
 _SLOT = struct.Struct("<QIQQIQQ")
-_PASSWORD_BYTES = 4096
 _LEASE = b"%d" % int(1000 * LEASE_S)
 
 Placed = tuple[bytes, str, Slot]  # a label's hash, a name, and its slot
@@ -36,36 +33,20 @@ _Command = tuple[Any, ...]  # the key, as text; the word, and what follows the k
 T = TypeVar("T")
 
 
-def redis_settings(setting: str) -> tuple[Settings, Path | None]:
-    """Where the server is, and the file with its password. ConfigError; nothing is touched."""
+def map_settings(setting: str) -> Settings:
+    """Where the server of a map is. ConfigError; nothing is touched."""
     if "@" in setting:
         raise ConfigError("metadata=redis://...: a password cannot stand in a URL: give user= and password_file=")
-    parts = urlsplit(setting)
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    file, user = given.pop("password_file", None), given.pop("user", None)
-    if parts.scheme not in ("redis", "rediss"):
+    if not re.match("rediss?://", setting):
         raise ConfigError(
             f"metadata={setting}: it must be redis://host:6379/0 of a Redis or Valkey that several processes share; "
             "leave it out where one is alone with its store"
         )
-    if "ttl" in given:
+    settings = read_settings(parse_url(setting))
+    if settings.ttl_s is not None:
         raise ConfigError(f"metadata={setting}: metadata cannot have a ttl")
-    if (user and file is None) or (file is not None and not Path(file).is_absolute()):
-        raise ConfigError(f"metadata={setting}: password_file must be the absolute path of a file with the password")
-    query = f"?{urlencode(given)}" if given else ""
-    settings = read_settings(parse_url(f"{parts.scheme}://{parts.netloc}{parts.path}{query}"))
-    return replace(settings, user=user), Path(file) if file else None
-
-
-def with_password(settings: Settings, file: Path | None) -> Settings:
-    """StorageError: the file cannot be read."""
-    try:
-        if file is None:
-            return settings
-        with file.open("rb") as opened:
-            return replace(settings, password=opened.read(_PASSWORD_BYTES).decode().strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"{file}: the password of the metadata's Redis cannot be read: {error}") from error
+    library()
+    return settings
 
 
 def packed(slot: Slot) -> bytes:
@@ -118,26 +99,15 @@ class RedisMap(RedisStorage):
     def names(self, label: bytes, group: str | None) -> Iterator[list[str]]:
         """Those of a label's objects, or of one of its groups, in parts. The server looks through all its keys."""
         before = self._key(_object(label, ""))
-        pattern = before + (b"*" if group is None else group.encode() + b"-*")
-        for server in self._servers.all():
-            cursor: bytes | None = None
-            while cursor != b"0":
-                with self._servers.wire(server) as wire:
-                    wire.send([command(b"SCAN", cursor or b"0", b"MATCH", pattern, b"COUNT", b"1000")])
-                    cursor, keys = wire.page()
-                yield [key[len(before) :].decode("ascii", "replace") for key in keys]
+        for _, keys in self._keys(before + (b"*" if group is None else group.encode() + b"-*")):
+            yield [key[len(before) :].decode("ascii", "replace") for key in keys]
 
     # --- owners
 
     def holders(self, owners: Sequence[int]) -> list[bytes | None]:
         """The process that gives each owner's slots."""
-        buffer = memoryview(bytearray(64))
-
-        def read(wire: Wire) -> bytes:
-            size = wire.payload(buffer)
-            return b"" if size is None else bytes(buffer[:size])
-
-        return [token or None for token in self._ask([(f"lease:{owner:x}", b"GET") for owner in owners], read)]
+        told = self._ask([(f"lease:{owner:x}", b"GET") for owner in owners], _token)
+        return [token or None for token in told]
 
     def hold(self, owners: Sequence[int]) -> tuple[set[int], bool]:
         """Of these owners, those whose slots this process gives from now on for LEASE_S, and no other does; and whether
@@ -187,6 +157,12 @@ def _fields(wire: Wire) -> list[bytes]:
         if not refusal.words.startswith("WRONGTYPE"):
             raise
         return [b""]
+
+
+def _token(wire: Wire) -> bytes:
+    """Of a lease; an empty one if nobody has it."""
+    buffer = memoryview(bytearray(64))
+    return bytes(buffer[: wire.payload(buffer) or 0])
 
 
 def _object(label: bytes, name: str) -> str:
