@@ -16,6 +16,7 @@ from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs._hf3fs_folder import Folder
 from kvarve.storage.hf3fs._io_engine import PosixEngine
 from kvarve.storage.hf3fs._owner import Owner, own
+from kvarve.storage.hf3fs._slot_layout import Title
 from kvarve.storage.hf3fs._slot_table import Entry
 
 SLOT_BYTES = 1 << 20
@@ -44,14 +45,14 @@ class Store:
         self.owner.keep(self._folder, self._engine)
 
     def store(self, names: Sequence[str]) -> None:
-        slots, _ = self.owner.reserve(_LABEL, names, [SLOT_BYTES] * len(names))
+        slots, _ = self.owner.reserve(_LABEL, dict.fromkeys(names, SLOT_BYTES))
         entries = [slot for slot in slots if isinstance(slot, Entry)]
         assert len(entries) == len(names)
         assert all(self.owner.commit(_LABEL, names, entries))
 
     def delete(self, names: Sequence[str]) -> None:
-        objects = [(name, slot) for name, (slot,) in zip(names, self.owner.places(_LABEL, names), strict=True)]
-        self.owner.remove(_LABEL, objects)
+        found = zip(names, self.owner.places(_LABEL, names), strict=True)
+        self.owner.remove([Title(_LABEL, name, slot) for name, (slot,) in found])
 
     def close(self) -> None:
         self.owner.close(self._folder)
@@ -122,11 +123,11 @@ def rows_from(times: dict[tuple[int, str], Times], about: dict[str, object]) -> 
 
 
 def ratios_of(rows: Sequence[dict[str, object]]) -> dict[str, float]:
-    """Of a process alone: a lookup of the small store alone, and releases of both in turns."""
+    """Of a process alone: a lookup of the small store alone, and stores of both in turns."""
 
     def found(call: str, beside: str) -> list[float]:
         wanted = {"call": call, "beside": beside}
         return [float(row["p50_ms"]) for row in rows if wanted.items() <= row.items()]
 
-    (lookup_ms,), (few, many) = found(f"lookup_{LOOKED_UP}", "nothing"), found("release", "the other")
-    return {f"lookup_{LOOKED_UP}_ms": lookup_ms, "release_1m_over_10k": many / few}
+    (lookup_ms,), (few, many) = found(f"lookup_{LOOKED_UP}", "nothing"), found(f"store_{WRITTEN}", "the other")
+    return {f"lookup_{LOOKED_UP}_ms": lookup_ms, "store_1m_over_10k": many / few}

@@ -11,12 +11,11 @@ from processes import PATIENCE_S
 
 from kvarve.storage import Storage
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs import _owner as owner_module
 from kvarve.storage.hf3fs._hf3fs_backend import Settings, open_hf3fs
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs._owner import Owner
 from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES, Slot, file_name, hash_of
-from kvarve.storage.hf3fs._slot_table import SlotTable
+from kvarve.storage.hf3fs._slot_table import Entry, SlotTable
 from kvarve.testing.suite import LABEL, Damage
 from kvarve.testing.suite_use import OBJECT_BYTES
 
@@ -70,8 +69,12 @@ class Stores:
     def slots(self, place: str = "here") -> Counter[str]:
         """How many slots are reserved, have an object, and rest."""
         table = self.owner(place).table
-        resting = sum(until > self.owner(place).clock() for until, _ in table._resting)
-        stored = sum(entry.live for file in table.files.values() for entry in file.slots)
+        resting = sum(
+            1 if isinstance(it, Entry) else len(it.unused)
+            for until, it in table._resting
+            if until > self.owner(place).clock()
+        )
+        stored = sum(entry.live for file in table.files.values() for entry in file.slots.values())
         reserved = sum(file.held for file in table.files.values())
         return +Counter({STORED: stored, RESERVED: reserved, RESTING: resting})
 
@@ -104,7 +107,8 @@ class Stores:
             storage._housekeeper.ended(PATIENCE_S)
             storage._folder.close()
             storage._engine.close()
-            if storage._owner.map is not None or storage._owner in owner_module._alone.values():
+            if storage._owner.users:
+                storage._owner.users = 0
                 storage._owner._end()
 
 
@@ -152,11 +156,14 @@ def in_slots(stores: Stores) -> dict[str, Damage]:
 
 def check_slots(table: SlotTable) -> None:
     """No slot is lost: each is free, at rest, or has an object."""
-    slots = {entry for file in table.files.values() for entry in file.slots}
+    slots = {entry for file in table.files.values() for entry in file.slots.values()}
     live = {entry for entry in slots if entry.live}
     free = [entry for size in table._sizes.values() for entry in size.free if entry in slots]
     resting = [entry for _, entry in table._resting if entry in slots]
     assert len(live) + len(free) + len(resting) == len(slots) == len(live.union(free, resting))
+    fresh = {*(file for size in table._sizes.values() for file in size.fresh), *(it for _, it in table._resting)}
+    for file in table.files.values():
+        assert len(file.slots) + len(file.unused) == file.extent.places and (file in fresh or not file.unused)
     assert not any(file.held for file in table.files.values())
 
 

@@ -170,7 +170,7 @@ def test_what_was_answered_for_is_there_after_a_kill_and_what_was_deleted_is_not
     assert all(storage.put(names, data))
     put(other, theirs=b"1"), put(storage, **{"tenant-1": b"1", "tenant-2": b"2", "torn": b"3"})
     assert storage.delete(names[:10]) == [True] * 10 and storage.drop("tenant") == 2
-    stores.write("torn", 50, b"\xff")
+    stores.write("torn", 50, b"\xff" * 5)
     stores.die()
     again = stores.open()
     assert again.exists([*names, "tenant-1", "tenant-2", "torn"]) == [False] * 10 + [True] * 90 + [False] * 3

@@ -92,8 +92,9 @@ def test_pieces_of_which_some_are_in_shared_memory_are_one_object(stores: Stores
 
 @pytest.mark.parametrize("shared", [True, False], ids=["in place", "copied"])
 def test_a_call_does_not_end_while_something_may_be_moved_and_is_right_when_it_does(
-    stores: Stores, daemon: Emulator, shared: bool
+    stores: Stores, daemon: Emulator, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(usrbio_module, "_LOOK_S", 0.001)
     storage, region = stores.open(), shared_region(2 * PAGE_BYTES)
     if shared:
         storage.register(region)

@@ -22,7 +22,7 @@ from kvarve.storage.hf3fs import _owner as owner_module
 from kvarve.storage.hf3fs import _redis_map as redis_map
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs._redis_map import RedisMap, map_settings, packed
-from kvarve.storage.hf3fs._slot_layout import Extent, file_name
+from kvarve.storage.hf3fs._slot_layout import Extent, Title, file_name
 from kvarve.storage.hf3fs._slot_table import REST_S
 from kvarve.storage.redis.wire import command
 from kvarve.testing.suite import LABEL, get, put, there
@@ -347,7 +347,8 @@ def test_a_delete_leaves_what_was_stored_in_the_slot_meanwhile(opened: Opened, s
     one, other = opened(), opened()
     put(one, a=b"1", b=b"2")
     elsewhere = stores.where("b")._replace(generation=1)
-    other._wipe(other._folder, [("a", stores.where("b")), ("b", elsewhere)])
+    titles = [Title(other._label, name, slot) for name, slot in (("a", stores.where("b")), ("b", elsewhere))]
+    other._wipe(other._folder, titles)
     assert (get(other, "a"), get(other, "b")) == (b"1", b"2")
 
 

@@ -18,14 +18,15 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Damaged
-from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, move_all
 from kvarve.storage.file.folder import Medium, nearest_folder, small_file
 from kvarve.storage.file.marker import MARKER, problem_in, written
 from kvarve.storage.hf3fs._slot_layout import Extent, extent_of, file_name
@@ -37,7 +38,6 @@ FORMAT = "kvarve-hf3fs/2"
 _NOT_CONTENT = ("3fs-virt", "lost+found")
 STORE_FILE, _FIRST = "store", "kvarve hf3fs 2"
 _STORE_BYTES = 1000  # at most
-_USES_BYTES = 1 << 28  # at most
 _OPEN_FILES = 512
 _scratch = memoryview(mmap.mmap(-1, BLOCK_BYTES))
 _NOT_SERVED = (errno.ENOTCONN, errno.ECONNABORTED)  # of a file system in user space whose process has ended
@@ -46,11 +46,11 @@ _NOT_SERVED = (errno.ENOTCONN, errno.ECONNABORTED)  # of a file system in user s
 class File:
     """An open extent. Its descriptor is closed with the last reference, as I/O may be under way when it is dropped."""
 
-    def __init__(self, path: Path, fd: int, *, direct: bool, close: Callable[[], None]) -> None:
+    def __init__(self, path: Path, fd: int, *, direct: bool, close: Callable[[int], object]) -> None:
         self.path, self.fd, self.direct = path, fd, direct
         self.failed = False  # a sync
         self._syncing = threading.Lock()  # guards that
-        weakref.finalize(self, close).atexit = False
+        weakref.finalize(self, close, fd).atexit = False
 
     def sync(self, sync: Callable[[int], object]) -> None:
         """Return when all that was written to the file is on the medium. OSError. The kernel tells a failure to one of
@@ -70,11 +70,8 @@ class Descriptors:
 
     direct = True  # it wants files past the page cache, where the file system can
 
-    def opened(self, fd: int) -> None:
-        return
-
-    def closing(self, fd: int) -> None:
-        return
+    def opened(self, fd: int) -> None: ...
+    def closing(self, fd: int) -> None: ...
 
 
 class Folder:
@@ -102,9 +99,8 @@ class Folder:
         unfinished = f"{MARKER}~{secrets.token_hex(8)}"
         file = self.disk.open(self.root, unfinished, create=True)
         try:
-            at = 0
-            while at < len(data):
-                at += self.disk.write(file, [memoryview(data)[at:]], at)
+            if move_all(self.disk.write, file, [memoryview(data)], 0) < len(data):
+                raise OSError(errno.EIO, f"{self.path / name} was not written whole")
             self.disk.sync(file)
         finally:
             self.disk.close(file)
@@ -136,8 +132,8 @@ class Folder:
             raise Damaged(f"{file} is damaged, or not written by kvarve: give an empty folder")
         if lines[2] != keeper:
             raise StorageError(
-                f"{self.path} is used by {lines[2]}, and not by {keeper}: servers that share a store name one map,"
-                f" metadata=redis://...; if it is not used so any more, write how into the last line of {file}"
+                f"{self.path} is used by {lines[2]}, and not by {keeper}: servers that share a store need one map, "
+                f"metadata=redis://...; if it is not used so any more, write how into the last line of {file}"
             )
         return lines[1]
 
@@ -149,7 +145,7 @@ class Folder:
         """What was saved last, which may not be true any more."""
         raw = b""
         with suppress(OSError), self.disk.reading(self.root, f"uses-{owner:016x}") as file:
-            raw = self.disk.peek(file, min(self.disk.size(file), _USES_BYTES), 0)
+            raw = self.disk.peek(file, min(self.disk.size(file), 1 << 28), 0)
         saved = array("Q", raw[: len(raw) // 16 * 16])
         return dict(zip(saved[::2], saved[1::2], strict=True))
 
@@ -207,7 +203,7 @@ class Folder:
             disk.close(fd)
             raise
 
-        def close() -> None:
+        def close(fd: int) -> None:  # which knows nothing of the folder
             hears.closing(fd)
             disk.close(fd)
 
@@ -224,7 +220,7 @@ class Folder:
         a file has its room until the last process closes it."""
         with self._lock:
             open_before = [*self._files]  # one made after the list was read is not in it
-        there = {extent: it.st_size for extent, it in _extents(self.disk, self.root)}
+        there = _extents(self.disk, self.root)
         with self._lock:
             for extent in {*open_before} - there.keys():
                 self._files.pop(extent, None)
@@ -245,17 +241,13 @@ def _is_store(disk: Disk, root: Directory) -> bool:
     names = disk.entries(root).keys()
     if not [name for name in names if name not in _NOT_CONTENT and not name.startswith(f"{MARKER}~")]:
         return False
-    problem = problem_in(
-        root.path,
-        lambda: small_file(disk, root, MARKER),
-        FORMAT,
-        kind="kvarve store on 3FS",
-        otherwise=lambda: any(_extents(disk, root)),
-    )
+    marker, slots = partial(small_file, disk, root, MARKER), partial(_extents, disk, root)
+    problem = problem_in(root.path, marker, FORMAT, kind="kvarve store on 3FS", otherwise=lambda: bool(slots()))
     if problem:
         log.warning("%s", problem)
     return not problem
 
 
-def _extents(disk: Disk, root: Directory) -> Iterator[tuple[Extent, os.stat_result]]:
-    return ((extent, it) for name, it in disk.files(root).items() if (extent := extent_of(name)) is not None)
+def _extents(disk: Disk, root: Directory) -> dict[Extent, int]:
+    files = disk.files(root).items()
+    return {extent: it.st_size for name, it in files if (extent := extent_of(name)) is not None}

@@ -1,9 +1,8 @@
 """Objects of one label in the slots of a store on 3FS. An `Owner` says which slots, an engine moves the bytes.
 
-A put takes slots, writes header and bytes, waits until they are on the medium, and publishes them; what was not written
-whole leaves its slot at rest. A get reads header and bytes together, and compares the header with the object that it
-wants and with the bytes that came. Whatever happened to the slot, to its file or to the map, an object that is not
-there bit for bit is a miss, and is forgotten.
+A put takes slots, writes header and bytes, waits until they are on the medium, and publishes them. A get reads both,
+and compares the header with the object that it wants and with the bytes that came. Whatever happened to the slot, to
+its file or to the map, an object that is not there bit for bit is a miss, and is forgotten.
 """
 
 import errno
@@ -32,6 +31,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 5.0  # for calls in flight; those that hang are left behind
 _READY_S = 10.0  # for which an opening waits until what was there has been found
 _KEEP_S = 10.0  # between two looks after the house
+Pieces = Sequence[memoryview]
 _LOST = (errno.ENODATA, errno.ENOENT)  # a hole, an end, or no file: the object is not there
 
 
@@ -39,11 +39,9 @@ class Hf3fsStorage(Storage):
     """`own(folder)` is the owner of this process's files; the engine is this storage's own. `counts` has the objects
     that were not as they should be, by what was wrong."""
 
-    def __init__(
-        self, path: Path, label: bytes, engine: Engine, own: Callable[[Folder], Owner], disk: Disk | None = None
-    ) -> None:
+    def __init__(self, path: Path, label: bytes, engine: Engine, own: Callable[[Folder], Owner], disk: Disk) -> None:
         self.counts: Counter[str] = Counter()
-        self._path, self._label, self._engine, self._disk = path, hash_of(label), engine, disk or Disk()
+        self._path, self._label, self._engine, self._disk = path, hash_of(label), engine, disk
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards the counts, and all below
         self._left = threading.Condition(self._lock)
@@ -51,11 +49,7 @@ class Hf3fsStorage(Storage):
         self._closed = self._released = False
         self._entering = threading.Lock()  # held while the folder is opened anew
         self._folder = self._entered(make=True)
-        try:
-            self._owner = own(self._folder)
-        except BaseException:
-            engine.close()
-            raise
+        self._owner = own(self._folder)
         self._rest = threading.Event()  # set when the storage is closed
         self._housekeeper = BackgroundCall("kvarve 3fs keeps house", self._keep_house)
         self._owner.ready.wait(_READY_S)
@@ -75,7 +69,7 @@ class Hf3fsStorage(Storage):
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         return self.put_pieces(names, [(view,) for view in data])
 
-    def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+    def put_pieces(self, names: Sequence[str], data: Sequence[Pieces]) -> list[bool]:
         check_pieces(names, data)
         once, first = [*dict.fromkeys(names)], dict(zip(names[::-1], data[::-1], strict=True))
         with self._call():
@@ -96,7 +90,9 @@ class Hf3fsStorage(Storage):
         check_names([] if group is None else [group])
         with self._call():
             count = sum(sum(self._delete(names)) for names in self._owner.names(self._label, group))
-            self._wipe(self._folder_in_place(), self._owner.left(self._label, group))
+            with self._owner.lock:
+                left = self._owner.table.left(self._label, group)  # which was evicted, and can be found again
+            self._wipe(self._folder_in_place(), left)
             return count
 
     def usage(self) -> StorageUsage:
@@ -152,8 +148,9 @@ class Hf3fsStorage(Storage):
 
     def _get(self, names: Sequence[str], slots: Sequence[Slot | None], into: Sequence[memoryview]) -> list[int | None]:
         folder = self._folder_in_place()
-        wanted = {number: (names[number], slot) for number, slot in enumerate(slots) if slot is not None}
-        moves, troubles = self._moves(folder, wanted, {it: (into[it][: wanted[it][1].size_bytes],) for it in wanted})
+        wanted = {at: Title(self._label, names[at], slot) for at, slot in enumerate(slots) if slot is not None}
+        data = {at: (into[at][: title.slot.size_bytes],) for at, title in wanted.items()}
+        moves, troubles = _moves(folder, wanted, data)
         no_file = sum(isinstance(error, FileNotFoundError) for error in troubles.values())
         self._engine.read([move for move in moves.values() if not move.rest_bytes])
         for move in moves.values():
@@ -171,17 +168,17 @@ class Hf3fsStorage(Storage):
         if gone:
             log.warning("%s: %d objects are not as they were written, and are forgotten", self._path, len(gone))
             with suppress(StorageError):
-                self._owner.remove(self._label, [wanted[number] for number in gone])
+                self._owner.remove([wanted[number] for number in gone])
         if len(failed) == len(wanted) - no_file and any(error.errno != errno.EIO for error in failed):  # not of slots
             raise StorageError(f"{self._path}: read 0 of {len(names)} objects: {failed[0]}") from failed[0]
-        return [wanted[number][1].size_bytes if number in intact else None for number in range(len(names))]
+        return [wanted[number].slot.size_bytes if number in intact else None for number in range(len(names))]
 
     # --- writing
 
-    def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+    def _put(self, names: Sequence[str], data: Sequence[Pieces]) -> list[bool]:
         folder = self._folder_in_place()
         sizes = [sum(piece.nbytes for piece in pieces) for pieces in data]
-        slots, lost = self._owner.reserve(self._label, names, [*map(slot_bytes_for, sizes)])
+        slots, lost = self._owner.reserve(self._label, dict(zip(names, map(slot_bytes_for, sizes), strict=True)))
         answers = [slot is True for slot in slots]
         unwritten = {number: slot for number, slot in enumerate(slots) if isinstance(slot, Entry)}
         try:
@@ -189,8 +186,8 @@ class Hf3fsStorage(Storage):
             self._owner.take_out(folder)
             for number, entry in unwritten.items():
                 entry.size_bytes = sizes[number]
-            wanted = {number: (names[number], entry.slot) for number, entry in unwritten.items()}
-            moves, troubles = self._moves(folder, wanted, {number: data[number] for number in wanted}, create=True)
+            wanted = {number: entry.title for number, entry in unwritten.items()}
+            moves, troubles = _moves(folder, wanted, dict(enumerate(data)), create=True)
             self._engine.write([*moves.values()])
             troubles |= {number: move.trouble for number, move in moves.items() if move.trouble is not None}
             written = [number for number in wanted if number not in troubles]
@@ -209,41 +206,18 @@ class Hf3fsStorage(Storage):
 
     def _delete(self, names: Sequence[str]) -> list[bool]:
         places = dict(zip(names, self._owner.places(self._label, names), strict=True))
-        gone = [(name, slot) for name, slots in places.items() for slot in slots]
+        gone = [Title(self._label, name, slot) for name, slots in places.items() for slot in slots]
         folder = self._folder_in_place()
-        self._owner.remove(self._label, gone, lambda: self._wipe(folder, gone))
+        self._owner.remove(gone, lambda: self._wipe(folder, gone))
         return [bool(places.pop(name, ())) for name in names]
 
-    def _wipe(self, folder: Folder, objects: Sequence[tuple[str, Slot]]) -> None:
+    def _wipe(self, folder: Folder, objects: Sequence[Title]) -> None:
         """Write over the headers of slots that still have these objects, also in files of others: else a process that
         starts would find them again. Where that fails, it may."""
-        moves, _ = self._moves(folder, dict(enumerate(objects)))
+        moves, _ = _moves(folder, dict(enumerate(objects)))
         self._engine.read([*moves.values()])
-        mine = list[Move]()
-        for number, move in moves.items():
-            name, slot = objects[number]
-            title = read_header(move.header, slot.extent)
-            if title is not None and title[:3] == (self._label, name, slot):
-                mine.append(move)
-        self._engine.write(mine)
-
-    def _moves(
-        self,
-        folder: Folder,
-        objects: Mapping[int, tuple[str, Slot]],
-        data: Mapping[int, Sequence[memoryview]] | None = None,
-        *,
-        create: bool = False,
-    ) -> tuple[dict[int, Move], dict[int, OSError]]:
-        """The moves of objects, or (without `data`) of their headers alone; and why files cannot be opened."""
-        moves, troubles = dict[int, Move](), dict[int, OSError]()
-        for number, (name, slot) in objects.items():
-            pieces, title = (data[number], Title(self._label, name, slot)) if data is not None else ((), None)
-            try:
-                moves[number] = Move(folder.file(slot.extent, create=create), slot.offset, pieces, title)
-            except OSError as error:
-                troubles[number] = error
-        return moves, troubles
+        found = {number: read_header(move.header, objects[number].slot.extent) for number, move in moves.items()}
+        self._engine.write([moves[at] for at, title in found.items() if title and title[:3] == objects[at][:3]])
 
     # --- the folder
 
@@ -279,3 +253,17 @@ class Hf3fsStorage(Storage):
         if objects:
             with self._lock:
                 self.counts[what] += objects
+
+
+def _moves(
+    folder: Folder, objects: Mapping[int, Title], data: Mapping[int, Pieces] | None = None, *, create: bool = False
+) -> tuple[dict[int, Move], dict[int, OSError]]:
+    """The moves of objects, or (without `data`) of their headers alone; and why files cannot be opened."""
+    moves, troubles = dict[int, Move](), dict[int, OSError]()
+    for at, title in objects.items():
+        try:
+            file, offset = folder.file(title.slot.extent, create=create), title.slot.offset
+            moves[at] = Move(file, offset, data[at], title) if data is not None else Move(file, offset, (), None)
+        except OSError as error:
+            troubles[at] = error
+    return moves, troubles

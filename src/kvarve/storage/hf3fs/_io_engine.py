@@ -4,20 +4,17 @@ the page cache where it can be. `_io_usrbio` has another engine.
 
 import errno
 import mmap
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
-from kvarve.storage.file.disk import Disk, is_aligned
+from kvarve.storage.file.disk import Disk, is_aligned, move_all
 from kvarve.storage.hf3fs._hf3fs_folder import Descriptors, File, Folder
 from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES, HEADER_BYTES, Title, digest, header
 from kvarve.system.background import WorkerPool
-from kvarve.system.regions import HostRegion
-
-_BOUNCE_BYTES = 1 << 20
-_here = threading.local()  # this thread's memory: for a header, and for what direct I/O cannot move where it lies
+from kvarve.system.regions import HostRegion, address
 
 
 @dataclass(eq=False)
@@ -70,11 +67,10 @@ class Engine(Descriptors, ABC):
         self._threads, self._pool = threads, WorkerPool(threads, "kvarve 3fs")
 
     def register(self, region: HostRegion) -> None:
-        return
+        """Most bytes will be there."""
 
     def enter(self, folder: Folder) -> None:
         """All that follows is in this folder, whose file system may have been mounted anew."""
-        return
 
     def read(self, moves: Sequence[Move]) -> None:
         self._move_all(moves, for_read=True)
@@ -113,72 +109,24 @@ class PosixEngine(Engine):
         self._disk.sync(fd)
 
     def _move(self, move: Move, *, for_read: bool) -> None:
-        if not hasattr(_here, "memory"):
-            _here.memory = memoryview(mmap.mmap(-1, BLOCK_BYTES + _BOUNCE_BYTES))
-        header, bounce = _here.memory[:BLOCK_BYTES], _here.memory[BLOCK_BYTES:]
-        file, views, at = move.file, [header, *move.pieces], move.offset
-        call = self._disk.read if for_read else self._disk.write
+        file, two = move.file, memoryview(bytearray(2 * BLOCK_BYTES))  # of which one block is aligned
+        header = two[-address(two) % BLOCK_BYTES :][:BLOCK_BYTES]
+        views, call = [header, *move.pieces], self._disk.read if for_read else self._disk.write
         if not for_read:
             move.seal(header)
         elif not file.direct:
-            self._disk.uncache(file.fd, move.size_bytes, at)
+            self._disk.uncache(file.fd, move.size_bytes, move.offset)
         if not file.direct or all(map(is_aligned, views)):
-            _whole(call, file, views, at, move.size_bytes)
+            moved = move_all(call, file.fd, views, move.offset)
         else:
-            for group in cut(views, _BOUNCE_BYTES):
-                size = sum(view.nbytes for view in group)
-                blocks = -(-size // BLOCK_BYTES) * BLOCK_BYTES
-                if not for_read:
-                    copy(group, bounce, into_views=False)
-                    bounce[size:blocks] = bytes(blocks - size)
-                _whole(call, file, [bounce[:blocks]], at, size if for_read else blocks)
-                if for_read:
-                    copy(group, bounce, into_views=True)
-                at += blocks
+            memory = memoryview(mmap.mmap(-1, -(-move.size_bytes // BLOCK_BYTES) * BLOCK_BYTES))
+            at = [0, *accumulate(view.nbytes for view in views)]
+            if not for_read:
+                memory[: at[-1]] = b"".join(views)
+            moved = move_all(call, file.fd, [memory], move.offset)
+            for view, start in zip(views if for_read else (), at, strict=False):
+                view[:] = memory[start : start + view.nbytes]
+        if moved < move.size_bytes:
+            raise OSError(errno.ENODATA, f"{file.path}: {moved} of {move.size_bytes} bytes at {move.offset}")
         if for_read:
             move.check(header)
-
-
-def cut(views: Iterable[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
-    """The bytes of all views in order, in groups of `most_bytes`; the last group has the rest."""
-    group: list[memoryview] = []
-    space = most_bytes
-    for view in views:
-        at = 0
-        while at < view.nbytes:
-            piece = view[at : at + space]
-            group.append(piece)
-            at += piece.nbytes
-            space -= piece.nbytes
-            if not space:
-                yield group
-                group, space = [], most_bytes
-    if group:
-        yield group
-
-
-def copy(views: Iterable[memoryview], memory: memoryview, *, into_views: bool) -> None:
-    at = 0
-    for view in views:
-        here = memory[at : at + view.nbytes]
-        if into_views:
-            view[:] = here
-        else:
-            here[:] = view
-        at += view.nbytes
-
-
-def _whole(
-    call: Callable[[int, Sequence[memoryview], int], int], file: File, views: Sequence[memoryview], at: int, needed: int
-) -> None:
-    """Move all bytes, or those that are needed. OSError: ENODATA, the file has fewer; others."""
-    left = list(views)
-    while needed > 0:
-        count = call(file.fd, left, at)
-        if not count:
-            raise OSError(errno.ENODATA, f"{file.path}: {needed} bytes are missing at {at}")
-        at, needed = at + count, needed - count
-        while left and count >= left[0].nbytes:
-            count -= left.pop(0).nbytes
-        if left:
-            left[0] = left[0][count:]

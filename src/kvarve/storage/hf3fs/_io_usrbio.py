@@ -19,15 +19,16 @@ import importlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from kvarve.errors import ConfigError
 from kvarve.storage.hf3fs._hf3fs_folder import File, Folder
-from kvarve.storage.hf3fs._io_engine import Engine, Move, copy, cut
+from kvarve.storage.hf3fs._io_engine import Engine, Move
 from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES
 from kvarve.system.background import WorkerPool
 from kvarve.system.regions import HostRegion, address, shared_region
@@ -63,28 +64,15 @@ def load() -> Library:
     return library
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """Shared memory as the library wants it."""
-
-    name: str
-    buf: memoryview
-
-
 @dataclass(eq=False)
 class _Part:
-    """One operation: bytes of a slot that lie together there. `shared`: where they are in memory, if the daemon knows
-    that; else they go through `own` memory of the ring."""
+    """One operation. `shared`: the view as the daemon knows it; else it goes through the ring's `own` memory."""
 
     file: File  # which stays open until it has ended
     offset: int
-    views: Sequence[memoryview]
+    view: memoryview
     shared: Any  # a slice of an iovec
-    own: slice | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(view.nbytes for view in self.views)
+    own: memoryview | None = None
 
 
 class _Ring:
@@ -113,14 +101,14 @@ class _Ring:
 
     def _prepared(self, part: _Part) -> bool:
         """Whether the operation is now the daemon's, or refused; False: when all before it have ended it may be."""
-        size, memory = part.size_bytes, part.shared
+        memory, place = part.shared, slice(self._used_bytes, self._used_bytes + part.view.nbytes)
         if memory is None:
-            if self._used_bytes + size > _OWN_BYTES:
+            if place.stop > _OWN_BYTES:
                 return False
-            part.own = slice(self._used_bytes, self._used_bytes + size)
-            memory = self._iovec[part.own]
+            memory, part.own = self._iovec[place], self._region.memory[place]
+            self._used_bytes = place.stop
             if not self._for_read:
-                copy(part.views, self._region.memory[part.own], into_views=False)
+                part.own[:] = part.view
         number = next(self._numbers)
         self._under_way[number] = part  # which keeps the number alive, as the library only borrows it
         try:
@@ -130,7 +118,6 @@ class _Ring:
             if error.errno == errno.EAGAIN and self._under_way:
                 return False
             self._trouble = error
-        self._used_bytes += size if part.own else 0
         return True
 
     def _finish(self, is_gone: Callable[[], bool]) -> None:
@@ -157,11 +144,11 @@ class _Ring:
             elif result.result < 0:
                 words = f"{self._mount} at {part.offset}: {errno.errorcode.get(-result.result, -result.result)}"
                 self._trouble = OSError(-result.result, words)
-            elif result.result != part.size_bytes:
-                words = f"{self._mount}: {result.result} of {part.size_bytes} bytes at {part.offset}"
+            elif result.result != part.view.nbytes:
+                words = f"{self._mount}: {result.result} of {part.view.nbytes} bytes at {part.offset}"
                 self._trouble = OSError(errno.ENODATA, words)
             elif self._for_read and part.own is not None:
-                copy(part.views, self._region.memory[part.own], into_views=True)
+                part.view[:] = part.own
         return bool(results)
 
 
@@ -220,16 +207,17 @@ class UsrbioEngine(Engine):
             move.check(header)
 
     def _parts(self, move: Move, header: memoryview) -> Iterator[_Part]:
-        at, pieces = move.offset, (piece for piece in (header, *move.pieces) if piece.nbytes)
-        for shared, some in itertools.groupby(pieces, self._slice):
-            for views in [[*some]] if shared is not None else cut(some, _OWN_BYTES):
-                part = _Part(move.file, at, views, shared)
-                yield part
-                at += part.size_bytes
+        at = move.offset
+        for piece in (header, *move.pieces):
+            shared = self._slice(piece)
+            for start in range(0, piece.nbytes, piece.nbytes if shared is not None else _OWN_BYTES):
+                view = piece if shared is not None else piece[start : start + _OWN_BYTES]
+                yield _Part(move.file, at, view, shared)
+                at += view.nbytes
 
     def _slice(self, piece: memoryview) -> Any:
         """The piece as the library wants it; None if it is not in shared memory."""
-        start = address(piece)
+        start = address(piece) if piece.nbytes else 0
         with self._lock:
             for region in self._regions:
                 first = region.address
@@ -246,5 +234,5 @@ class UsrbioEngine(Engine):
 
 
 def _iovec(library: Library, mount: str, region: HostRegion) -> Any:
-    assert region.name is not None
-    return library.make_iovec(_Shared(region.name, region.memory), mount, numa=region.numa)
+    shared = SimpleNamespace(name=region.name, buf=region.memory)  # as the library wants it
+    return library.make_iovec(shared, mount, numa=region.numa)

@@ -13,8 +13,9 @@ import secrets
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import StorageUsage, in_group
@@ -29,8 +30,7 @@ log = logging.getLogger(__name__)
 
 ORPHAN_S = 600.0
 _MOST_USES = 1 << 16  # that are told at once
-_HEADERS = 256  # that are read at once
-_alone: dict[str, "Owner"] = {}  # of this process, by the stores' names
+_alone = WeakValueDictionary[str, "Owner"]()  # of this process, by the stores' names
 _opening = threading.Lock()  # guards these
 
 
@@ -38,12 +38,7 @@ class Owner:
     """`end()` is called once, when the last storage is closed. Used by several threads."""
 
     def __init__(
-        self,
-        capacity_bytes: int,
-        quota_bytes: int | None,
-        map_: RedisMap | None,
-        machine: str,
-        end: Callable[[], object],
+        self, machine: str, capacity_bytes: int, quota_bytes: int | None, map_: RedisMap | None, end: Callable[[], None]
     ) -> None:
         self.capacity_bytes, self._quota_bytes = capacity_bytes, quota_bytes
         self.map, self.users, self._end = map_, 1, end
@@ -76,11 +71,6 @@ class Owner:
         with self.lock:
             return [[name for name in self.table.objects.get(label, ()) if in_group(name, group)]]
 
-    def left(self, label: bytes, group: str | None) -> list[tuple[str, Slot]]:
-        """Those that are gone, and whose headers may still be in our slots."""
-        with self.lock:
-            return self.table.left(label, group)
-
     def find(self, label: bytes, names: Sequence[str]) -> list[Slot | None]:
         """Where each object is, which is a use."""
         slots = [some[0] if some else None for some in self.places(label, names)]
@@ -88,18 +78,16 @@ class Owner:
             self._use([slot for slot in slots if slot is not None])
         return slots
 
-    def remove(
-        self, label: bytes, objects: Sequence[tuple[str, Slot]], wipe: Callable[[], object] = lambda: None
-    ) -> None:
-        """These slots have these objects no more; `wipe()` is called between the map and our table, which gives the
+    def remove(self, objects: Sequence[Title], wipe: Callable[[], object] = lambda: None) -> None:
+        """These are not in their slots any more; `wipe()` is called between the map and our table, which gives the
         slots again. StorageError: the map has not heard of it, and ours are as before."""
         if self.map is not None:
-            self.map.withdraw((label, *each) for each in objects)
+            self.map.withdraw(objects)
         wipe()
         with self.lock:
-            for name, slot in objects:
-                entry = self.table.at(slot)
-                if entry and (entry.label, entry.name) == (label, name):  # a slot that has another object keeps it
+            for title in objects:
+                entry = self.table.at(title.slot)
+                if entry and entry.title[:2] == title[:2]:  # a slot that has another object keeps it
                     self.table.remove(entry, self.clock())
 
     def usage(self, label: bytes) -> StorageUsage:
@@ -111,26 +99,25 @@ class Owner:
 
     # --- writing
 
-    def reserve(
-        self, label: bytes, names: Sequence[str], slot_bytes: Sequence[int]
-    ) -> tuple[list[Entry | bool], list[tuple[str, Slot]]]:
+    def reserve(self, label: bytes, slot_bytes: Mapping[str, int]) -> tuple[list[Entry | bool], list[Title]]:
         """A slot for each object; True where it is there already (a use), False where there is no room. And what was
         ours and is not in the map: it was deleted there, or lost."""
+        names = [*slot_bytes]
         told = self.places(label, names)
         if not self.ids or self.clock() - self._renewed > LEASE_S / 2:  # this process has stood still
             with self._keeping:
                 self._renew()
         with self.lock:
             now, before, table = self.clock(), self.table.tick(), self.table
-            found = table.find(label, names)
-            lost = [(it.name, it.slot, it) for it, slots in zip(found, told, strict=True) if it and not slots]
-            for _, _, entry in lost:
+            lost = [it for it, slots in zip(table.find(label, names), told, strict=True) if it and not slots]
+            titles = [entry.title for entry in lost]
+            for entry in lost:
                 table.remove(entry, now)
             self._use([slots[0] for slots in told if slots])
             answers: list[Entry | bool] = [bool(slots) for slots in told]
             for at, name in enumerate(names):
-                answers[at] = answers[at] or table.reserve(label, name, slot_bytes[at], now, before) or False
-        return answers, [(name, slot) for name, slot, _ in lost]
+                answers[at] = answers[at] or table.reserve(label, name, slot_bytes[name], now, before) or False
+        return answers, titles
 
     def commit(self, label: bytes, names: Sequence[str], written: Sequence[Entry]) -> list[bool]:
         """Which of the names are there, now that these slots have their objects."""
@@ -153,25 +140,24 @@ class Owner:
         """Tell the map what has left, and remove the files that have. What fails is done by the next call."""
         table = self.table
         with self.lock:
-            evicted, retired, table.evicted, table.retired = table.evicted, table.retired, [], []
+            evicted, table.evicted = table.evicted, []
         try:
             if self.map is not None:
                 self.map.withdraw(evicted)
-            evicted = []
-            with Medium(folder.path):
-                while retired:
-                    folder.remove(retired[-1])
-                    retired.pop()
-        finally:
+        except StorageError:
             with self.lock:
                 table.evicted += evicted
-                table.retired += retired
+            raise
+        with Medium(folder.path):
+            for extent in [*table.retired]:
+                folder.remove(extent)
+                table.retired.discard(extent)
 
     def _publish(self, entries: Sequence[Entry]) -> None:
         """Tell the map where these objects are."""
         if self.map is not None:
             try:
-                self.map.publish((entry.label, entry.name, entry.slot) for entry in entries)
+                self.map.publish(entry.title for entry in entries)
             except StorageError:
                 self._published = False
                 raise
@@ -220,44 +206,41 @@ class Owner:
             self.users -= 1
             if self.users:
                 return
-        with suppress(StorageError), self._keeping:
-            if self.map is not None:
-                self.map.let_go([*self.ids])
-        with suppress(StorageError), Medium(folder.path):
-            folder.save_uses(self.table.owner, self.table.uses())
-        self._end()
+        try:
+            with suppress(StorageError), self._keeping, Medium(folder.path):
+                folder.save_uses(self.table.owner, self.table.uses())
+                if self.map is not None:
+                    self.map.let_go([*self.ids])
+        finally:
+            self._end()
 
     def _claim(self, owners: set[int]) -> None:
         """Hold what is ours, and take over those of these owners whom nobody has held for long enough."""
-        others, now, free = sorted(owners - self.ids), self.clock(), {*owners}
+        others, now, soon_s = sorted(owners - self.ids), self.clock(), LEASE_S if self.ready.is_set() else 0.0
         if self.map is not None:
             self._holders = {it: by for it, by in zip(others, self.map.holders(others), strict=True) if by}
             self._free_since = {it: self._free_since.get(it, now) for it in others if it not in self._holders}
-            free = {it for it, since in self._free_since.items() if now - since >= self._wait_s(it)}
-        self._renew(free)
-
-    def _wait_s(self, owner: int) -> float:
-        """For how long nobody has to have held an owner that is taken over."""
-        return ORPHAN_S if owner >> 32 != self._machine else LEASE_S if self.ready.is_set() else 0.0
+            waits_s = {it: soon_s if it >> 32 == self._machine else ORPHAN_S for it in self._free_since}
+            others = [it for it, since in self._free_since.items() if now - since >= waits_s[it]]
+        self._renew(others)
 
     def _renew(self, more: Iterable[int] = ()) -> None:
         """Say that we hold what is ours, and `more`. What another process holds meanwhile is its own."""
-        now, held = self.clock(), self.ids.union(more)
-        if not self._here(held):
-            held.add(self._machine << 32 | secrets.randbits(32))
+        now, held, fresh = self.clock(), self.ids.union(more), False
+        # New files are of an owner of this machine, which takes them over soonest.
+        own = [it for it in held if it >> 32 == self._machine] or [self._machine << 32 | secrets.randbits(32)]
+        self.table.owner = min(own)
+        held.add(self.table.owner)
         if self.map is not None:
             held, fresh = self.map.hold([*held])
-            self._published = self._published and not fresh  # the map may have lost everything
-        if gone := self.ids - held:
+        gone, self.ids, self._renewed = self.ids - held, held, now
+        self._published = self._published and not fresh  # else the map may have lost everything
+        if gone:
             log.warning("3FS: the files of %d owners are another process's now", len(gone))
             with self.lock:
                 self.table.forget(gone, now)
-        self.ids, self._renewed = held, now
-        self.table.owner = min(self._here(held), default=0)
-
-    def _here(self, owners: Iterable[int]) -> list[int]:
-        """Those of this machine, which takes them over soonest."""
-        return [owner for owner in owners if owner >> 32 == self._machine]
+        if self.table.owner not in held:
+            self._renew()
 
     def _adopt(self, folder: Folder, engine: Engine, listed: dict[Extent, int]) -> None:
         """Files that are ours by now, with the objects that their headers name."""
@@ -310,10 +293,10 @@ def own(setting: str | None, capacity_bytes: int, quota_bytes: int | None, folde
         except BaseException:
             shared.close()
             raise
-        return Owner(capacity_bytes, quota_bytes, shared, machine, shared.close)
+        return Owner(machine, capacity_bytes, quota_bytes, shared, shared.close)
     with _opening:
         store = folder.identity(f"one process of {machine}")
-        if owner := _alone.get(store):
+        if (owner := _alone.get(store)) is not None:
             with owner.lock:
                 if owner.users:  # else it is being closed, and its lock still held
                     owner.users += 1
@@ -323,31 +306,21 @@ def own(setting: str | None, capacity_bytes: int, quota_bytes: int | None, folde
             lock = folder.disk.open(folder.root, STORE_FILE)
             if not folder.disk.lock(lock, wait=False):
                 folder.disk.close(lock)
-                raise StorageError(
-                    f"{folder.path} is used by another process: several share a store by a map, metadata=redis://..."
-                )
-
-        def end() -> None:
-            del _alone[store]
-            folder.disk.close(lock)
-
-        owner = _alone[store] = Owner(capacity_bytes, quota_bytes, None, machine, end)
+                said = "is used by another process: several share a store by a map, metadata=redis://..."
+                raise StorageError(f"{folder.path} {said}")
+        owner = Owner(machine, capacity_bytes, quota_bytes, None, lambda: folder.disk.close(lock))
+        _alone[store] = owner
         return owner
 
 
 def _titles(folder: Folder, engine: Engine, extent: Extent, file_bytes: int) -> list[Title]:
     """The objects of a file, as the headers of its slots say; a get will check their bytes. OSError: none can be read;
     a single slot that cannot has no object, as in a get."""
-    file, titles, failed = folder.file(extent), list[Title](), list[OSError]()
-    places = range(min(extent.places, -(-file_bytes // extent.slot_bytes)))
-    for at in range(0, len(places), _HEADERS):
-        moves = [Move(file, place * extent.slot_bytes, (), None) for place in places[at : at + _HEADERS]]
-        engine.read(moves)
-        failed += [it.trouble for it in moves if it.trouble is not None and it.trouble.errno != errno.ENODATA]
-        for move in moves:
-            title = read_header(move.header, extent)
-            if title is not None and title.slot.offset == move.offset:
-                titles.append(title)
-    if failed and len(failed) == len(places):
+    file, places = folder.file(extent), min(extent.places, -(-file_bytes // extent.slot_bytes))
+    moves = [Move(file, place * extent.slot_bytes, (), None) for place in range(places)]
+    engine.read(moves)
+    failed = [it.trouble for it in moves if it.trouble is not None and it.trouble.errno != errno.ENODATA]
+    if failed and len(failed) == places:
         raise failed[0]
-    return titles
+    found = [(read_header(move.header, extent), move.offset) for move in moves]
+    return [title for title, offset in found if title is not None and title.slot.offset == offset]

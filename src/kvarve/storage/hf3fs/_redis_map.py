@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.hf3fs._slot_layout import Extent, Slot, can_be, fits
+from kvarve.storage.hf3fs._slot_layout import Extent, Slot, Title, can_be, fits
 from kvarve.storage.redis.redis_backend import read_settings
 from kvarve.storage.redis.redis_storage import RedisStorage
 from kvarve.storage.redis.servers import Settings, library
@@ -28,7 +28,6 @@ _TOGETHER = 4096  # commands that are sent before their answers are read
 _SLOT = struct.Struct("<QIQQIQQ")
 _LEASE = b"%d" % int(1000 * LEASE_S)
 
-Placed = tuple[bytes, str, Slot]  # a label's hash, a name, and its slot
 _Command = tuple[Any, ...]  # the key, as text; the word, and what follows the key
 T = TypeVar("T")
 
@@ -74,21 +73,18 @@ class RedisMap(RedisStorage):
     def find(self, label: bytes, names: Sequence[str]) -> list[list[Slot]]:
         """All slots that are said to have each object. What cannot be one is removed with what is beside it."""
         keys = [_object(label, name) for name in names]
-        found = [
-            [unpacked(field) for field in fields or ()]
-            for fields in self._ask([(key, b"HKEYS") for key in keys], _fields)
-        ]
+        told = self._ask([(key, b"HKEYS") for key in keys], _fields)
+        found = [[unpacked(field) for field in fields or ()] for fields in told]
         self._ask([(key, b"UNLINK") for key, slots in zip(keys, found, strict=True) if None in slots], Wire.number)
         return [[slot for slot in slots if slot is not None] for slots in found]
 
-    def publish(self, placed: Iterable[Placed]) -> None:
-        told = [(_object(label, name), b"HSET", packed(slot), b"") for label, name, slot in placed]
-        if None in self._ask(told, Wire.number):
+    def publish(self, objects: Iterable[Title]) -> None:
+        if None in self._ask([(_object(*it[:2]), b"HSET", packed(it.slot), b"") for it in objects], Wire.number):
             raise StorageError("the Redis of this store takes no more entries")
 
-    def withdraw(self, placed: Iterable[Placed]) -> None:
-        """These slots do not have these objects."""
-        self._ask([(_object(label, name), b"HDEL", packed(slot)) for label, name, slot in placed], Wire.number)
+    def withdraw(self, objects: Iterable[Title]) -> None:
+        """These are not in their slots."""
+        self._ask([(_object(*it[:2]), b"HDEL", packed(it.slot)) for it in objects], Wire.number)
 
     def tell_used(self, uses: Mapping[int, Sequence[Slot]]) -> None:
         """Tell the owners of these slots; a full list loses its oldest."""
@@ -106,8 +102,9 @@ class RedisMap(RedisStorage):
 
     def holders(self, owners: Sequence[int]) -> list[bytes | None]:
         """The process that gives each owner's slots."""
-        told = self._ask([(f"lease:{owner:x}", b"GET") for owner in owners], _token)
-        return [token or None for token in told]
+        buffer = memoryview(bytearray(64))
+        asked = [(f"lease:{owner:x}", b"GET") for owner in owners]
+        return [it or None for it in self._ask(asked, lambda wire: bytes(buffer[: wire.payload(buffer) or 0]))]
 
     def hold(self, owners: Sequence[int]) -> tuple[set[int], bool]:
         """Of these owners, those whose slots this process gives from now on for LEASE_S, and no other does; and whether
@@ -122,8 +119,7 @@ class RedisMap(RedisStorage):
         return mine, True in taken
 
     def let_go(self, owners: Sequence[int]) -> None:
-        holders = zip(owners, self.holders(owners), strict=True)
-        self._ask([(f"lease:{owner:x}", b"DEL") for owner, holder in holders if holder == self.token], Wire.number)
+        self._ask([(f"lease:{owner:x}", b"DEL") for owner in self.hold(owners)[0]], Wire.number)
 
     def used(self, owners: Iterable[int]) -> Iterator[list[Slot]]:
         """The slots of these owners that others have used, in parts. A part is forgotten when the next is asked for."""
@@ -157,12 +153,6 @@ def _fields(wire: Wire) -> list[bytes]:
         if not refusal.words.startswith("WRONGTYPE"):
             raise
         return [b""]
-
-
-def _token(wire: Wire) -> bytes:
-    """Of a lease; an empty one if nobody has it."""
-    buffer = memoryview(bytearray(64))
-    return bytes(buffer[: wire.payload(buffer) or 0])
 
 
 def _object(label: bytes, name: str) -> str:

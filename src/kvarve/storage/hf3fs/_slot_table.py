@@ -27,21 +27,25 @@ _OLDER = 2.0
 
 
 class Entry:
-    """A slot. `live`: it has the object; else it had, if it has a name. `used`: a number that grows with each use."""
+    """A slot that was given. `live`: it has the object; else it had. `used`: a number that grows with each use."""
 
     __slots__ = ("file", "generation", "label", "live", "name", "place", "size_bytes", "used")
 
     def __init__(self, file: "SlotFile", place: int) -> None:
         self.file, self.place, self.live = file, place, False
-        self.set(b"", "", 0, 0)
+        file.slots[place] = self
 
     def set(self, label: bytes, name: str, generation: int, size_bytes: int) -> None:
-        self.label, self.name, self.generation, self.size_bytes = label, name, generation, size_bytes
-        self.used = generation
+        self.label, self.name, self.size_bytes = label, name, size_bytes
+        self.generation = self.used = generation
 
     @property
     def slot(self) -> Slot:
         return Slot(self.file.extent, self.place, self.generation, self.size_bytes)
+
+    @property
+    def title(self) -> Title:
+        return Title(self.label, self.name, self.slot)
 
 
 class Order(OrderedDict[Entry, None]):
@@ -56,6 +60,7 @@ class Size:
     def __init__(self) -> None:
         self.places = 0
         self.free: deque[Entry] = deque()  # also of files that have gone
+        self.fresh: deque[SlotFile] = deque()  # the same, with places that were never given; filled in turn
         self.lru = Order()
 
 
@@ -64,7 +69,8 @@ class SlotFile:
 
     def __init__(self, extent: Extent, size: Size) -> None:
         self.extent, self.size, self.taken, self.held = extent, size, 0, 0
-        self.slots = [Entry(self, place) for place in range(extent.places)]
+        self.slots: dict[int, Entry] = {}  # by place
+        self.unused = [*reversed(range(extent.places))]
 
 
 class SlotTable:
@@ -72,7 +78,7 @@ class SlotTable:
     them. What leaves stands in `evicted` and `retired`, for the caller to take. `first`: below all generations."""
 
     def __init__(self, quota_bytes: int | None, *, shared: bool = False, first: int = 0) -> None:
-        self.quota_bytes, self._limited, self._shared = quota_bytes, quota_bytes is not None, shared
+        self.quota_bytes, self._shared = quota_bytes, shared
         self.limit_bytes = self.own_bytes = 0  # of files
         self.owner = 0  # of new files
         self.objects: dict[bytes, dict[str, Entry]] = {}
@@ -80,12 +86,12 @@ class SlotTable:
         self.evictions: Counter[bytes] = Counter()
         self.files: dict[int, SlotFile] = {}
         self.known: set[int] = set()  # numbers of these files, and of those that were retired
-        self.evicted: list[tuple[bytes, str, Slot]] = []
-        self.retired: list[Extent] = []
+        self.evicted: list[Title] = []
+        self.retired: set[Extent] = set()
         self._sizes: dict[int, Size] = {}
         self._groups: dict[tuple[bytes, str], Order] = {}  # that share a quota
         self._empty: set[SlotFile] = set()
-        self._resting: deque[tuple[float, Entry]] = deque()
+        self._resting: deque[tuple[float, Entry | SlotFile]] = deque()
         self._last = first
 
     # --- objects
@@ -97,7 +103,7 @@ class SlotTable:
     def at(self, slot: Slot) -> Entry | None:
         """The object of a slot, if it is still there."""
         file = self.files.get(slot.extent.number)
-        entry = file.slots[slot.place] if file and slot.place < len(file.slots) else None
+        entry = file.slots.get(slot.place) if file else None
         return entry if entry and entry.live and entry.generation == slot.generation else None
 
     def use(self, entries: Iterable[Entry]) -> None:
@@ -108,8 +114,7 @@ class SlotTable:
                 order.move_to_end(entry)
 
     def tick(self) -> int:
-        """A number above all generations and uses."""
-        self._last += 1
+        self._last += 1  # above all generations and uses
         return self._last
 
     def remove(self, entry: Entry, now: float) -> None:
@@ -121,10 +126,10 @@ class SlotTable:
         entry.live = False
         self._vacate(entry, now, rests=self._shared)
 
-    def left(self, label: bytes, group: str | None) -> list[tuple[str, Slot]]:
+    def left(self, label: bytes, group: str | None) -> list[Title]:
         """Objects of a label, or of one of its groups, that are gone, and whose headers may still be in their slots."""
-        slots = (entry for file in self.files.values() for entry in file.slots if entry.label == label)
-        return [(entry.name, entry.slot) for entry in slots if not entry.live and in_group(entry.name, group)]
+        slots = (entry for file in self.files.values() for entry in file.slots.values() if entry.label == label)
+        return [entry.title for entry in slots if not entry.live and in_group(entry.name, group)]
 
     # --- writing
 
@@ -165,16 +170,18 @@ class SlotTable:
             return 0
         file = self._add(extent)
         for title in titles:
-            entry, slot = file.slots[title.slot.place], title.slot
+            slot = title.slot
             self._last = max(self._last, slot.generation)
-            if title.name not in self.objects.get(title.label, ()) and not entry.live:
+            if title.name not in self.objects.get(title.label, ()) and slot.place not in file.slots:
+                entry = Entry(file, slot.place)
                 entry.set(title.label, title.name, slot.generation, slot.size_bytes)
                 entry.used = max(slot.generation, min(uses.get(slot.number, 0), self._last))
                 self._occupy(entry)
                 self._publish(entry)
-        self._resting.extend((now + REST_S, entry) for entry in file.slots if not entry.live)
+        file.unused = [place for place in file.unused if place not in file.slots]
+        self._resting.append((now + REST_S, file))
         if not file.taken:
-            self._retire(file, now)  # which has nothing to lose
+            self._leave(file, now)  # which has nothing to lose
         return file.taken
 
     def uses(self) -> dict[int, int]:
@@ -190,25 +197,28 @@ class SlotTable:
     def forget(self, owners: Iterable[int], now: float) -> None:
         """The files of these owners are another process's now."""
         for file in [file for file in self.files.values() if file.extent.owner in owners]:
-            self._leave(file, now)
+            self._leave(file, now, retired=False)
             self.known.discard(file.extent.number)
 
     def shrink(self, now: float) -> None:
         """Retire the files whose objects are worth least, down to the limit."""
         while self.own_bytes > self.limit_bytes and (file := self._worth_least(None)):
-            self._retire(file, now)
+            self._leave(file, now)
 
     # --- inside: an entry's life
 
     def _settle(self, now: float) -> None:
         while self._resting and self._resting[0][0] <= now:
-            _, entry = self._resting.popleft()
-            entry.file.size.free.append(entry)
+            _, rested = self._resting.popleft()
+            if isinstance(rested, Entry):
+                rested.file.size.free.append(rested)
+            else:
+                rested.size.fresh.append(rested)
 
     def _occupy(self, entry: Entry) -> None:
         entry.file.taken += 1
         self._empty.discard(entry.file)
-        if self._limited:
+        if self.quota_bytes is not None:
             self._group(entry.label, entry.name).bytes += entry.file.extent.slot_bytes
 
     def _publish(self, entry: Entry) -> None:
@@ -223,7 +233,7 @@ class SlotTable:
         file.taken -= 1
         if not file.taken and file.extent.number in self.files:
             self._empty.add(file)
-        if self._limited:
+        if self.quota_bytes is not None:
             self._group(entry.label, entry.name).bytes -= file.extent.slot_bytes
         if rests:
             self._resting.append((now + REST_S, entry))
@@ -236,11 +246,11 @@ class SlotTable:
     def _orders(self, entry: Entry) -> tuple[Order, ...]:
         """The orders of eviction that an object is in."""
         lru = entry.file.size.lru
-        return (lru, self._group(entry.label, entry.name)) if self._limited else (lru,)
+        return (lru, self._group(entry.label, entry.name)) if self.quota_bytes is not None else (lru,)
 
     def _evict(self, entry: Entry, now: float) -> None:
         self.evictions[entry.label] += 1
-        self.evicted.append((entry.label, entry.name, entry.slot))
+        self.evicted.append(entry.title)
         self.remove(entry, now)
 
     def _evict_first(self, order: Order, now: float, before: int) -> bool:
@@ -271,13 +281,18 @@ class SlotTable:
         """A slot of this size, after evicting if need be."""
         while True:
             while size.free:
-                entry = size.free.popleft()
-                if entry.file.extent.number in self.files:
+                if (entry := size.free.popleft()).file.extent.number in self.files:
                     return entry
+            while size.fresh:
+                file = size.fresh.popleft()
+                if file.unused and file.extent.number in self.files:
+                    size.fresh.append(file)
+                    return Entry(file, file.unused.pop())
             if self._grow(slot_bytes):
                 continue
-            if (other := self._worth_least(size)) and not any(it.live and it.used >= before for it in other.slots):
-                self._retire(other, now)
+            other = self._worth_least(size)
+            if other and not any(it.live and it.used >= before for it in other.slots.values()):
+                self._leave(other, now)
             elif self._shared:
                 self._evict_ahead(size, now, before)
                 return None
@@ -287,12 +302,11 @@ class SlotTable:
     def _grow(self, slot_bytes: int) -> bool:
         """Whether there was room for another file, or several."""
         most = min(MOST_PLACES, max(1, min(EXTENT_BYTES, self.limit_bytes // EXTENTS) // slot_bytes))
-        new = list[Entry]()
+        fresh = self._sizes[slot_bytes].fresh
         for _ in range(SPREAD if 2 * self.own_bytes <= self.limit_bytes else 1):
             if places := min(most, max(0, self.limit_bytes - self.own_bytes) // slot_bytes):
-                new += self._add(Extent(slot_bytes, places, secrets.randbits(NUMBER_BITS), self.owner)).slots
-        self._sizes[slot_bytes].free.extend(sorted(new, key=lambda entry: entry.place))
-        return bool(new)
+                fresh.append(self._add(Extent(slot_bytes, places, secrets.randbits(NUMBER_BITS), self.owner)))
+        return bool(fresh)
 
     def _add(self, extent: Extent) -> SlotFile:
         size = self._sizes.setdefault(extent.slot_bytes, Size())
@@ -303,21 +317,15 @@ class SlotTable:
         self.own_bytes += extent.bytes
         return file
 
-    def _leave(self, file: SlotFile, now: float) -> None:
-        for entry in file.slots:
-            if entry.live:
-                self.remove(entry, now)
+    def _leave(self, file: SlotFile, now: float, *, retired: bool = True) -> None:
+        for entry in [entry for entry in file.slots.values() if entry.live]:
+            (self._evict if retired else self.remove)(entry, now)
         del self.files[file.extent.number]
         self._empty.discard(file)
         file.size.places -= file.extent.places
         self.own_bytes -= file.extent.bytes
-
-    def _retire(self, file: SlotFile, now: float) -> None:
-        for entry in file.slots:
-            if entry.live:
-                self._evict(entry, now)
-        self._leave(file, now)
-        self.retired.append(file.extent)
+        if retired:
+            self.retired.add(file.extent)
 
     def _worth_least(self, size: Size | None) -> SlotFile | None:
         """A file to be retired for the sake of a size (None: of any) that has no free slot and no room."""
