@@ -132,7 +132,7 @@ def moves(size: Size) -> tuple[list[dict[str, Any]], dict[str, float]]:
         posix = Settings(mount.mount / "ours", engine="posix", metadata=None, **settings)
         usrbio = Settings(below / "ours", engine="usrbio", metadata=None, **settings)
         opened = [
-            open_hf3fs(posix, b"bench"),
+            open_hf3fs(posix, b"bench", None),
             open_hf3fs(usrbio, b"bench", emulator),
         ]
         try:

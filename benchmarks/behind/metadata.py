@@ -14,10 +14,10 @@ from redis_server import RedisServer
 from common import watched
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs._hf3fs_folder import Folder
-from kvarve.storage.hf3fs._io_posix import PosixEngine
-from kvarve.storage.hf3fs._owner import Owner
+from kvarve.storage.hf3fs._io_engine import PosixEngine
+from kvarve.storage.hf3fs._owner import Owner, own
+from kvarve.storage.hf3fs._slot_layout import Title
 from kvarve.storage.hf3fs._slot_table import Entry
-from kvarve.storage.hf3fs._stores import own
 
 SLOT_BYTES = 1 << 20
 LOOKED_UP, WRITTEN = 128, 32
@@ -39,21 +39,23 @@ class Store:
     """What one process has of a store, whose files are never written. `setting`: of the map, as in a URL."""
 
     def __init__(self, folder: Path, objects: int, setting: str | None) -> None:
-        self._folder, self._engine = Folder(Disk(), folder), PosixEngine(Disk(), 1)
+        self._engine = PosixEngine(Disk(), 1)
+        self._folder = Folder(Disk(), folder, self._engine)
         self.owner: Owner = own(setting, (objects + objects // 20 + 2 * _FILLED) * SLOT_BYTES, None, self._folder)
+        self.owner.keep(self._folder, self._engine)
 
     def store(self, names: Sequence[str]) -> None:
-        slots = self.owner.reserve(self._folder, self._engine, _LABEL, names, [SLOT_BYTES] * len(names))
+        slots, _ = self.owner.reserve(_LABEL, dict.fromkeys(names, SLOT_BYTES))
         entries = [slot for slot in slots if isinstance(slot, Entry)]
         assert len(entries) == len(names)
         assert all(self.owner.commit(_LABEL, names, entries))
 
     def delete(self, names: Sequence[str]) -> None:
-        objects = [(name, slot) for name, (slot,) in zip(names, self.owner.places(_LABEL, names), strict=True)]
-        self.owner.let_go(self.owner.remove(_LABEL, objects))
+        found = zip(names, self.owner.places(_LABEL, names), strict=True)
+        self.owner.remove([Title(_LABEL, name, slot) for name, (slot,) in found])
 
     def close(self) -> None:
-        self.owner.close(self._folder, clean=False)
+        self.owner.close(self._folder)
         self._folder.close()
         self._engine.close()
 
@@ -84,10 +86,8 @@ def measure(stores: dict[int, Store], calls: int) -> dict[tuple[int, str], Times
         for held, store in stores.items():
             names = [name_of(random.randrange(held)) for _ in range(LOOKED_UP)]
             with times[held, f"lookup_{LOOKED_UP}"].taken():
-                slots, pinned = store.owner.find(_LABEL, names)
+                slots = store.owner.find(_LABEL, names)
             assert all(slots)
-            with times[held, "release"].taken():
-                store.owner.let_go(pinned)
             if call < calls // 4:
                 names = [name_of(MANY * 10 + call * WRITTEN + number) for number in range(WRITTEN)]
                 with times[held, f"store_{WRITTEN}"].taken():
@@ -123,11 +123,11 @@ def rows_from(times: dict[tuple[int, str], Times], about: dict[str, object]) -> 
 
 
 def ratios_of(rows: Sequence[dict[str, object]]) -> dict[str, float]:
-    """Of a process alone: a lookup of the small store alone, and releases of both in turns."""
+    """Of a process alone: a lookup of the small store alone, and stores of both in turns."""
 
     def found(call: str, beside: str) -> list[float]:
         wanted = {"call": call, "beside": beside}
         return [float(row["p50_ms"]) for row in rows if wanted.items() <= row.items()]
 
-    (lookup_ms,), (few, many) = found(f"lookup_{LOOKED_UP}", "nothing"), found("release", "the other")
-    return {f"lookup_{LOOKED_UP}_ms": lookup_ms, "release_1m_over_10k": many / few}
+    (lookup_ms,), (few, many) = found(f"lookup_{LOOKED_UP}", "nothing"), found(f"store_{WRITTEN}", "the other")
+    return {f"lookup_{LOOKED_UP}_ms": lookup_ms, "store_1m_over_10k": many / few}

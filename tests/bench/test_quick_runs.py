@@ -34,7 +34,7 @@ RATIOS = {
     " layer_overlap layer_overlap_unslowed",
     "engines": "file_put_over_raw file_get_over_raw store_over_memcpy load_over_memcpy",
     "hand_over": " ".join(f"hand_over_{storage}{when}" for storage in STORAGES for when in ("", "_at_once")),
-    "hf3fs": "put_over_raw get_over_raw lookup_128_ms release_1m_over_10k",
+    "hf3fs": "put_over_raw get_over_raw lookup_128_ms store_1m_over_10k",
     "lanes": "gather_over_memcpy scattered_over_memcpy checked_over_memcpy",
     "mooncake": "put_over_raw get_over_raw holds_over_raw restore_over_raw",
     "redis": "put_over_raw get_over_raw holds_128_ms",

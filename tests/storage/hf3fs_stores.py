@@ -11,12 +11,11 @@ from processes import PATIENCE_S
 
 from kvarve.storage import Storage
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.hf3fs import _stores as stores_module
 from kvarve.storage.hf3fs._hf3fs_backend import Settings, open_hf3fs
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs._owner import Owner
 from kvarve.storage.hf3fs._slot_layout import BLOCK_BYTES, Slot, file_name, hash_of
-from kvarve.storage.hf3fs._slot_table import SlotTable
+from kvarve.storage.hf3fs._slot_table import Entry, SlotTable
 from kvarve.testing.suite import LABEL, Damage
 from kvarve.testing.suite_use import OBJECT_BYTES
 
@@ -25,7 +24,7 @@ class Clock:
     """Stands still until a test moves it."""
 
     def __init__(self) -> None:
-        self.now = time.time() + 1000.0
+        self.now = time.monotonic() + 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -70,9 +69,14 @@ class Stores:
     def slots(self, place: str = "here") -> Counter[str]:
         """How many slots are reserved, have an object, and rest."""
         table = self.owner(place).table
-        taken = [entry for file in table.files.values() for entry in file.slots if entry is not None]
-        resting = sum(until > self.owner(place).clock() for until, _, _ in table._resting)
-        return Counter(STORED if entry.live else RESERVED for entry in taken) + Counter({RESTING: resting})
+        resting = sum(
+            1 if isinstance(it, Entry) else len(it.unused)
+            for until, it in table._resting
+            if until > self.owner(place).clock()
+        )
+        stored = sum(entry.live for file in table.files.values() for entry in file.slots.values())
+        reserved = sum(file.held for file in table.files.values())
+        return +Counter({STORED: stored, RESERVED: reserved, RESTING: resting})
 
     def where(self, name: str, place: str = "here", label: bytes = LABEL) -> Slot:
         """The slot of an object."""
@@ -103,7 +107,8 @@ class Stores:
             storage._housekeeper.ended(PATIENCE_S)
             storage._folder.close()
             storage._engine.close()
-            if storage._owner.map is not None or storage._owner in stores_module._alone.values():
+            if storage._owner.users:
+                storage._owner.users = 0
                 storage._owner._end()
 
 
@@ -151,11 +156,15 @@ def in_slots(stores: Stores) -> dict[str, Damage]:
 
 def check_slots(table: SlotTable) -> None:
     """No slot is lost: each is free, at rest, or has an object."""
-    taken = sum(file.taken for file in table.files.values())
-    free = sum(len([1 for file, _ in size.free if file.extent.number in table.files]) for size in table._sizes.values())
-    resting = sum(file.extent.number in table.files for _, file, _ in table._resting)
-    assert taken + free + resting == sum(file.extent.places for file in table.files.values())
-    assert not [entry for file in table.files.values() for entry in file.slots if entry and not entry.live]
+    slots = {entry for file in table.files.values() for entry in file.slots.values()}
+    live = {entry for entry in slots if entry.live}
+    free = [entry for size in table._sizes.values() for entry in size.free if entry in slots]
+    resting = [entry for _, entry in table._resting if entry in slots]
+    assert len(live) + len(free) + len(resting) == len(slots) == len(live.union(free, resting))
+    fresh = {*(file for size in table._sizes.values() for file in size.fresh), *(it for _, it in table._resting)}
+    for file in table.files.values():
+        assert len(file.slots) + len(file.unused) == file.extent.places and (file in fresh or not file.unused)
+    assert not any(file.held for file in table.files.values())
 
 
 def keep(storage: Hf3fsStorage) -> None:

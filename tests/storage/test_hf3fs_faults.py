@@ -12,14 +12,17 @@ from hf3fs_pages import Pages
 from hf3fs_stores import RESERVED, RESTING, STORED, Stores, stores_in
 
 from kvarve.errors import StorageError
-from kvarve.storage import Breaker, deadline
+from kvarve.storage import Breaker
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
 from tests.sim.usrbio import Emulator, Fate, Operation
 
-SOON_S, LONG_S = 0.1, 60.0
+LONG_S = 60.0
 in_place_and_copied = pytest.mark.parametrize(
     "shared", [pytest.param(True, id="in place"), pytest.param(False, id="copied", marks=pytest.mark.long)]
+)
+fates = pytest.mark.parametrize(
+    "fate", [it for it in Fate if it not in (Fate.LATE, Fate.LOST)], ids=lambda fate: fate.name
 )
 TORN = (Fate.SHORT, Fate.HOLE_MIDDLE, Fate.HOLE_END, Fate.ZEROS)
 
@@ -64,25 +67,19 @@ def all_is_well(stores: Stores, storage: Hf3fsStorage, pages: Pages) -> None:
 
 
 @in_place_and_copied
-@pytest.mark.parametrize("fate", Fate, ids=lambda fate: fate.name)
+@fates
 def test_writes_that_go_wrong_cost_pages_and_never_a_byte(
     stores: Stores, daemon: Emulator, fate: Fate, shared: bool
 ) -> None:
     pages = Pages(shared=shared)
     storage = opened(stores, pages)
     daemon.behave = some(fate, 7, read=False)
-    if fate in (Fate.LATE, Fate.LOST):
-        with deadline(SOON_S), pytest.raises(StorageError, match=f"of {len(pages.names)} objects: .*answered in time"):
-            storage.put(pages.names, pages.sources)
-        stored = stores.slots()[STORED]
-    else:
-        stored = sum(storage.put(pages.names, pages.sources))
-        assert stored == len(pages.names) if fate in (Fate.DONE, Fate.ZEROS) else 0 < stored < len(pages.names)
+    stored = sum(storage.put(pages.names, pages.sources))
+    assert stored == len(pages.names) if fate in (Fate.DONE, Fate.ZEROS) else 0 < stored < len(pages.names)
     assert stores.slots()[RESTING] == storage.counts["unwritten"] == len(pages.names) - stored
     assert stores.slots()[RESERVED] == 0
     daemon.behave = lambda _: Fate.DONE
     pages.scribble()
-    daemon.release()  # late writes take what is there now
     found = pages.right(storage.get(pages.names, pages.targets))
     assert found == len(pages.names) if fate is Fate.DONE else found < len(pages.names)
     assert found == stored - storage.counts["torn"]
@@ -90,7 +87,7 @@ def test_writes_that_go_wrong_cost_pages_and_never_a_byte(
 
 
 @in_place_and_copied
-@pytest.mark.parametrize("fate", [it for it in Fate if it not in (Fate.LATE, Fate.LOST)], ids=lambda fate: fate.name)
+@fates
 def test_reads_that_go_wrong_are_misses(stores: Stores, daemon: Emulator, fate: Fate, shared: bool) -> None:
     pages = Pages(shared=shared)
     storage = opened(stores, pages)
@@ -104,23 +101,6 @@ def test_reads_that_go_wrong_are_misses(stores: Stores, daemon: Emulator, fate: 
     again = pages.right(storage.get(pages.names, pages.targets))
     assert again == (found if fate in TORN else len(pages.names))
     assert storage.counts["torn"] == (len(pages.names) - found if fate in TORN else 0)
-    all_is_well(stores, storage, pages)
-
-
-@pytest.mark.parametrize("fate", [Fate.LATE, Fate.LOST], ids=lambda fate: fate.name)
-def test_reads_through_memory_of_our_own_end_at_the_deadline_and_write_nothing_later(
-    stores: Stores, daemon: Emulator, fate: Fate
-) -> None:
-    pages = Pages(shared=False)
-    storage = opened(stores, pages)
-    assert all(storage.put(pages.names, pages.sources))
-    daemon.behave = lambda _: fate
-    with deadline(SOON_S), pytest.raises(StorageError, match="not answered in time"):
-        storage.get(pages.names, pages.targets)
-    daemon.behave = lambda _: Fate.DONE
-    daemon.release()
-    storage.exists(pages.names)
-    assert all(bytes(view) == b"." * view.nbytes for view in pages.targets)
     all_is_well(stores, storage, pages)
 
 
@@ -206,11 +186,10 @@ def test_an_object_that_cannot_be_read_is_missing_alone_and_is_no_trouble_while_
             assert storage.get(["page-2"], buffers[2:3]) == [None]
         assert storage.get(names, buffers) == [5000, 5000, None, 5000]
         assert [buffers[i] == data[i] for i in (0, 1, 3)] == [True] * 3
-        assert storage.inner.counts == {"unreadable": 6}
+        assert storage.inner.counts == {"unreadable": 6} and storage.up
         disk.behave = lambda call: errno.EIO if call == "read" else None
         daemon.behave = lambda it: Fate.EIO if it.read else Fate.DONE
-        with pytest.raises(StorageError, match="read 0 of 1 objects"):
-            storage.get(["page-1"], buffers[:1])
+        assert storage.get(names, buffers) == [None] * 4
         disk.bad, disk.behave, daemon.behave = "", lambda _: None, lambda _: Fate.DONE
         assert storage.get(names, buffers) == [5000] * 4, "an error may pass"
     assert not daemon.misuse

@@ -170,7 +170,7 @@ def test_what_was_answered_for_is_there_after_a_kill_and_what_was_deleted_is_not
     assert all(storage.put(names, data))
     put(other, theirs=b"1"), put(storage, **{"tenant-1": b"1", "tenant-2": b"2", "torn": b"3"})
     assert storage.delete(names[:10]) == [True] * 10 and storage.drop("tenant") == 2
-    stores.write("torn", 50, b"\xff")
+    stores.write("torn", 50, b"\xff" * 5)
     stores.die()
     again = stores.open()
     assert again.exists([*names, "tenant-1", "tenant-2", "torn"]) == [False] * 10 + [True] * 90 + [False] * 3
@@ -181,32 +181,35 @@ def test_what_was_answered_for_is_there_after_a_kill_and_what_was_deleted_is_not
     assert stores.slots()[RESTING] > 0, "a write of the killed process may still come"
 
 
-def test_what_was_evicted_and_then_dropped_is_not_found_after_a_clean_restart(stores: Stores) -> None:
-    disk, names = Unreadable(), [f"tenant-{i}" for i in range(6)]
-    storage = stores.open(quota_bytes=3 * SLOT_BYTES)
+@pytest.mark.parametrize("clean", [True, False])
+def test_what_was_evicted_and_then_dropped_is_not_found_again(stores: Stores, clean: bool) -> None:
+    names, quota = [f"tenant-{i}" for i in range(6)], {"quota_bytes": 3 * SLOT_BYTES}
+    storage = stores.open(**quota)
     for name in names:
         put(storage, **{name: b"1"})
     put(storage, other=b"2")
     assert there(storage, *names) == "tenant-3 tenant-4 tenant-5"
-    assert get(storage, "tenant-3") == b"1" and storage.delete(["tenant-4"]) == [True]
-    stores.stop_the_clock()
+    assert storage.delete(["tenant-4"]) == [True] and storage.drop("tenant") == 2
+    storage.close() if clean else stores.die()
+    assert there(stores.open(**quota), *names, "other") == "other"
+
+
+def test_the_order_of_use_is_that_of_the_last_clean_end_and_of_what_was_written_since(stores: Stores) -> None:
+    disk, quota = Unreadable(), {"quota_bytes": 3 * SLOT_BYTES}
+    storage = stores.open(**quota)
+    put(storage, **{"g-a": b"1"}), put(storage, **{"g-b": b"2"}), put(storage, **{"g-c": b"3"})
+    assert get(storage, "g-a") == b"1"
     storage.close()
     disk.unreadable = True
-    again = stores.open(disk=disk, quota_bytes=3 * SLOT_BYTES)
-    assert there(again, *names) == ""
+    again = stores.open(disk=disk, **quota)
+    assert there(again, "g-a", "g-b", "g-c") == ""
     disk.unreadable = False
     keep(again)
-    assert there(again, *names) == "tenant-3 tenant-5", "in the order that was read at first"
-    assert put(again, **{"tenant-6": b"1", "tenant-7": b"1"}) == [True, True]
-    assert there(again, "tenant-3", "tenant-5") == "tenant-3", "which was used last"
-    assert again.drop("tenant") == 3
-    again.close()
-    again = stores.open()
-    assert there(again, *names, "other") == "other"
-    again.close()
-    disk.unreadable = True
-    stores.open(disk=disk).close()
-    assert there(stores.open(), "other") == "other", "a process that could not read it has not said that it is gone"
+    assert put(again, **{"g-d": b"4"}) == [True] and there(again, *(f"g-{i}" for i in "abcd")) == "g-a g-c g-d"
+    stores.die()
+    again = stores.open(**quota)
+    assert put(again, **{"g-e": b"5", "g-f": b"6"}) == [True] * 2
+    assert there(again, *(f"g-{i}" for i in "abcdef")) == "g-d g-e g-f"
 
 
 def test_while_headers_are_read_the_store_has_no_more_room_than_its_files_leave(
@@ -235,7 +238,7 @@ def test_while_headers_are_read_the_store_has_no_more_room_than_its_files_leave(
         go_on.set()
     keep(again)
     assert all(again.exists(names)) and all(again.put(new, [memoryview(bytes(4096))] * 60)) and on_disk() == capacity
-    assert (stores.owner().table.own_bytes, stores.owner().table.others_bytes) == (capacity, 0)
+    assert stores.owner().table.own_bytes == stores.owner().table.limit_bytes == capacity
 
 
 def test_a_store_that_is_opened_with_less_capacity_has_no_more_room_than_that(stores: Stores) -> None:

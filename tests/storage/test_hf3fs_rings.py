@@ -2,13 +2,10 @@
 
 import gc
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Protocol
 
 import pytest
 from hf3fs_stores import Stores, calling, descriptors, stores_in
@@ -16,17 +13,14 @@ from processes import until
 
 from gates import Gate, threads
 from kvarve.errors import StorageError
-from kvarve.storage import base as base_module
-from kvarve.storage import deadline
+from kvarve.storage import Breaker
 from kvarve.storage.file.disk import Disk
 from kvarve.storage.hf3fs import _hf3fs_storage as storage_module
-from kvarve.storage.hf3fs import _io_usrbio as engine_module
-from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs._io_usrbio import LOST, UsrbioEngine
+from kvarve.storage.hf3fs import _io_usrbio as usrbio_module
 from kvarve.system.background import BackgroundCall
 from kvarve.system.regions import HostRegion, shared_region
 from kvarve.testing.suite import get, put
-from tests.sim.usrbio import Emulator, Fate, Operation
+from tests.sim.usrbio import Emulator, Fate
 
 SOON_S, LONG_S = 0.05, 60.0
 PAGE_BYTES = 20_480
@@ -53,31 +47,6 @@ def filled(views: list[memoryview]) -> list[bytes]:
     for number, view in enumerate(views):
         view[:] = bytes([number + 1]) * view.nbytes
     return [bytes(view) for view in views]
-
-
-class Hold(Protocol):
-    def __call__(self, *, reads: bool, fate: Fate) -> None: ...
-
-
-@pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch, daemon: Emulator) -> Hold:
-    """The daemon holds reads, or writes; the deadline of a call passes when it has asked for one."""
-    ahead_s = 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
-    for module in base_module, engine_module:
-        monkeypatch.setattr(module, "time", clock)
-
-    def hold(*, reads: bool, fate: Fate) -> None:
-        def behave(operation: Operation) -> Fate:
-            nonlocal ahead_s
-            if operation.read != reads:
-                return Fate.DONE
-            ahead_s += LONG_S
-            return fate
-
-        daemon.behave = behave
-
-    return hold
 
 
 def test_a_ring_of_few_entries_moves_a_large_call(stores: Stores, daemon: Emulator) -> None:
@@ -108,7 +77,7 @@ def test_pages_in_shared_memory_are_moved_where_they_lie(stores: Stores, daemon:
     stores.opened.clear()
     del storage, views
     gc.collect()
-    assert daemon.lent == 0
+    until(lambda: daemon.lent == 0, "the end of its threads")
 
 
 def test_pieces_of_which_some_are_in_shared_memory_are_one_object(stores: Stores) -> None:
@@ -121,33 +90,47 @@ def test_pieces_of_which_some_are_in_shared_memory_are_one_object(stores: Stores
     assert get(storage, "page") == b"header" + wanted[0] + wanted[2] + b"between" + wanted[1]
 
 
-def test_a_read_into_a_callers_memory_does_not_return_while_something_may_be_written_there(
-    stores: Stores, daemon: Emulator, hold: Hold
+@pytest.mark.parametrize("shared", [True, False], ids=["in place", "copied"])
+def test_a_call_does_not_end_while_something_may_be_moved_and_is_right_when_it_does(
+    stores: Stores, daemon: Emulator, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(usrbio_module, "_LOOK_S", 0.001)
     storage, region = stores.open(), shared_region(2 * PAGE_BYTES)
-    storage.register(region)
+    if shared:
+        storage.register(region)
     views = pages(region)
     wanted = filled(views)
-    assert all(storage.put(["a", "b"], views))
-    region.memory[:] = b"." * region.size_bytes
-    hold(reads=True, fate=Fate.LATE)
 
-    def read() -> object:
-        with deadline(LONG_S):
-            return storage.get(["a", "b"], views)
+    def late(call: Callable[[], object]) -> object:
+        daemon.behave = lambda _: Fate.LATE
+        asked = pool.submit(call)
+        until(lambda: daemon.held >= 2 + 2 * shared, "two moves that were asked for")
+        with pytest.raises(NotYet):
+            asked.result(SOON_S)
+        daemon.behave = lambda _: Fate.DONE
+        daemon.release()
+        return asked.result(LONG_S)
 
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
-        until(lambda: daemon.held == 4, "a read that was asked for")
-        with pytest.raises(NotYet):
-            reading.result(SOON_S)
-        daemon.release()
-        with pytest.raises(StorageError, match="in time"):
-            reading.result(LONG_S)
-    assert daemon.held == 0
-    daemon.behave = lambda _: Fate.DONE
-    assert storage.get(["a", "b"], views) == [PAGE_BYTES] * 2
+        assert late(lambda: storage.put(["a", "b"], views)) == [True, True]
+        region.memory[:] = b"." * region.size_bytes
+        assert late(lambda: storage.get(["a", "b"], views)) == [PAGE_BYTES] * 2
     assert [bytes(view) for view in views] == wanted
+
+
+def test_a_daemon_that_answers_nothing_opens_the_circuit_until_it_does(stores: Stores, daemon: Emulator) -> None:
+    breaker, view = Breaker(stores.open(), deadline_s=SOON_S, close_s=SOON_S), memoryview(bytearray(1))
+    put(breaker, page=b"1")
+    daemon.behave = lambda _: Fate.LATE
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(breaker.get, ["page"], [view])
+        until(lambda: not breaker.up, "a breaker that has noticed")
+        assert breaker.get(["page"], [memoryview(bytearray(1))]) == [None] and bytes(view) == b"\0"
+        daemon.behave = lambda _: Fate.DONE
+        daemon.release()
+        assert reading.result(LONG_S) == [1] and bytes(view) == b"1"
+    until(lambda: get(breaker, "page") == b"1", "a breaker that is closed again")
+    breaker.close()
 
 
 class Mount(Disk):
@@ -169,54 +152,27 @@ class Mount(Disk):
         return 1 << 40, 1 << 40
 
 
-def test_such_a_read_ends_when_the_daemon_has_ended(tmp_path: Path, daemon: Emulator, hold: Hold) -> None:
+def test_a_call_ends_when_the_daemon_has_ended(
+    tmp_path: Path, daemon: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usrbio_module, "_LOOK_S", SOON_S)
     disk = Mount()
     with stores_in(tmp_path, daemon) as stores:
         storage, region = stores.open(disk=disk), shared_region(PAGE_BYTES)
         storage.register(region)
         assert all(storage.put(["a"], pages(region)))
-        hold(reads=True, fate=Fate.LOST)
+        daemon.behave = lambda _: Fate.LOST
         disk.gone = True
-        with deadline(LONG_S), pytest.raises(StorageError, match="in time"):
+        with pytest.raises(StorageError, match="has ended"):
             storage.get(["a"], pages(region))
+        with pytest.raises(StorageError, match="has ended"):
+            storage.put(["b"], pages(region))
 
 
-def late_rings(storage: Hf3fsStorage) -> int:
-    """How many are kept aside until they answer."""
-    assert isinstance(storage._engine, UsrbioEngine)
-    return len(storage._engine._lost)
-
-
-def test_a_late_write_finds_its_slot_in_quarantine_and_its_ring_is_used_again(
-    stores: Stores, daemon: Emulator, hold: Hold
+def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(
+    tmp_path: Path, daemon: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = stores.open(threads=1)
-    stores.stop_the_clock()
-    hold(reads=False, fate=Fate.LATE)
-    with deadline(LONG_S), pytest.raises(StorageError, match="stored 0 of 1"):
-        put(storage, page=b"late")
-    assert late_rings(storage) == 1
-    daemon.behave = lambda _: Fate.DONE
-    assert put(storage, page=b"in time") == [True], "by another ring"
-    assert get(storage, "page") == b"in time"
-    daemon.release()
-    until(lambda: put(storage, other=b"2") == [True] and not late_rings(storage), "a ring that is empty again")
-    assert get(storage, "page") == b"in time"
-
-
-def test_rings_that_never_answer_are_replaced_up_to_a_bound(stores: Stores, daemon: Emulator, hold: Hold) -> None:
-    storage = stores.open(threads=2)
-    hold(reads=False, fate=Fate.LOST)
-    for turn in range(LOST):
-        with deadline(LONG_S), pytest.raises(StorageError, match="in time"):
-            put(storage, **{f"page-{turn}": b"1"})
-    lent = daemon.lent
-    with pytest.raises(StorageError, match=f"{LOST} rings do not answer"):
-        put(storage, page=b"1")
-    assert daemon.lent == lent
-
-
-def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(tmp_path: Path, daemon: Emulator) -> None:
+    monkeypatch.setattr(usrbio_module, "_LOOK_S", SOON_S)
     disk = Mount()
     with stores_in(tmp_path, daemon) as stores:
         storage, region = stores.open(disk=disk, threads=1), shared_region(2 * PAGE_BYTES)
@@ -225,10 +181,11 @@ def test_a_daemon_that_has_ended_is_trouble_and_a_mount_that_is_back_is_used(tmp
         wanted = filled(views)
         assert all(storage.put(["a", "b"], views))
         daemon.kill()
-        for _ in range(LOST):
-            with deadline(SOON_S), pytest.raises(StorageError):
+        disk.gone = True
+        for _ in range(3):
+            with pytest.raises(StorageError):
                 put(storage, c=b"3")
-        daemon.alive, disk.mounts, disk.gone = True, 1, True
+        daemon.alive, disk.mounts, disk.gone = True, 1, False
         assert put(storage, c=b"3") == [True]
         region.memory[:] = bytes(region.size_bytes)
         assert storage.get(["a", "b"], views) == [PAGE_BYTES] * 2

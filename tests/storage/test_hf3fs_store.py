@@ -6,7 +6,6 @@ import random
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hf3fs_stores import RESERVED, Stores, descriptors, stores_in
@@ -16,7 +15,7 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage, open_storage
 from kvarve.storage.file.disk import Directory, Disk
 from kvarve.storage.hf3fs import _hf3fs_storage as storage_module
-from kvarve.storage.hf3fs._hf3fs_folder import Folder
+from kvarve.storage.hf3fs._hf3fs_folder import Descriptors, Folder
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
 from kvarve.storage.hf3fs._slot_layout import (
     BLOCK_BYTES,
@@ -302,48 +301,19 @@ def test_without_the_binding_auto_means_posix_and_with_it_arenas_are_shared_memo
         check_storage(f"{url}&engine=usrbio", label=LABEL, description="model A")
 
 
-@pytest.mark.parametrize("wrong", ["", "more than there are slots", "cut", "read in part", "a link"])
-def test_an_order_is_read_once_and_what_is_none_is_not_believed(tmp_path: Path, wrong: str) -> None:
-    class Noted(Disk):
-        calls: ClassVar[list[str]] = []
-
-        def peek(self, file: int, size_bytes: int, at: int) -> bytes:
-            return super().peek(file, size_bytes, at)[: 9 if wrong == "read in part" else None]
-
-        def unlink(self, folder: Directory, name: str) -> None:
-            super().unlink(folder, name)
-            self.calls.append("unlink")
-
-        def sync_folder(self, folder: Directory) -> None:
-            super().sync_folder(folder)
-            self.calls.append("sync")
-
-    store = Folder(Noted(), tmp_path / "store")
-    store.save_order(5, [7, 8, 6])
-    path = store.path / f"order-{5:016x}"
-    if wrong == "cut":
-        os.truncate(path, 23)
-    elif wrong == "a link":
-        path.rename(tmp_path / "aside"), path.symlink_to(tmp_path / "aside")
-    Noted.calls.clear()
-    assert store.order(5, 2 if wrong.startswith("more") else 3) == (None if wrong else {7: 0, 8: 1, 6: 2})
-    assert path.is_symlink() if wrong == "a link" else Noted.calls == ["unlink", "sync"] and not path.exists()
-    assert store.order(5, 3) is None
-    store.close()
-
-
 def test_a_sync_that_failed_is_a_failure_of_all_who_had_written_before_it(tmp_path: Path) -> None:
     """The kernel has told the first of them, and tells the second that all is well."""
-    store = Folder(Disk(), tmp_path / "store")
+    store = Folder(Disk(), tmp_path / "store", Descriptors())
     file = store.file(EXTENT, create=True)
 
     def fails(fd: int) -> None:
         raise OSError(5, "the medium has failed")
 
-    before = file.failed_syncs
     with pytest.raises(OSError, match="the medium"):
-        file.sync(fails, before)
+        file.sync(fails)
     with pytest.raises(OSError, match="another sync"):
-        file.sync(lambda _: None, before)
-    file.sync(lambda _: None, file.failed_syncs)
+        file.sync(lambda _: None)
+    again = store.file(EXTENT)
+    assert again is not file and store.file(EXTENT) is again
+    again.sync(lambda _: None)
     store.close()

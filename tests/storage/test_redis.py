@@ -8,6 +8,7 @@ import pytest
 from light import light
 from redis_server import RedisServer, free_port
 
+from kvarve.errors import ConfigError
 from kvarve.storage import Storage, open_storage
 from kvarve.storage.redis.redis_backend import read_settings
 from kvarve.storage.urls import parse_url
@@ -182,3 +183,8 @@ def test_a_url_says_where_and_how():
     assert (settings.host, settings.port, settings.tls, settings.tls_ca) == ("::1", 6379, True, "/ca.pem")
     assert settings.cluster
     assert read_settings(parse_url("redis:///run/redis.sock")).socket == "/run/redis.sock"
+    settings = read_settings(parse_url("redis://host?user=me&password_file=/etc/secret"))
+    assert (settings.user, settings.password, settings.password_file) == ("me", None, "/etc/secret")
+    for wrong in ("redis://host?user=me", "redis://host?password_file=here", "redis://a:b@host?password_file=/here"):
+        with pytest.raises(ConfigError, match="password"):
+            read_settings(parse_url(wrong))

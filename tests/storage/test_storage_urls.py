@@ -104,7 +104,10 @@ def test_a_memory_url_is_found_again_by_its_name():
         ("memory://na me?capacity=1GiB", "cannot name an object"),
         ("redis://", "say where the server is"),
         ("redis://host/name", "the number of a database"),
-        ("redis://host?capacity=1GiB", "redis knows: cluster, compress, tls_ca, tls_cert, tls_key, ttl"),
+        (
+            "redis://host?capacity=1GiB",
+            "redis knows: cluster, compress, password_file, tls_ca, tls_cert, tls_key, ttl",
+        ),
         ("redis://host?tls_ca=/ca.pem", "needs rediss://"),
         ("redis://host/1?cluster=yes", "no database but 0"),
         ("rediss:///socket", "say where the server is"),

@@ -6,8 +6,10 @@ hangs in one of them.
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from math import inf
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -15,6 +17,7 @@ from typing import Generic, TypeVar
 from kvarve.errors import StorageError
 
 T = TypeVar("T")
+W = TypeVar("W")
 _Works = SimpleQueue[Callable[[], None] | None]
 
 
@@ -52,6 +55,7 @@ class WorkerPool:
 
     def __init__(self, threads: int, name: str) -> None:
         self._works: _Works = SimpleQueue()
+        self._threads = threads
         self._end = weakref.finalize(self, _dismiss, self._works, threads)
         self._end.atexit = False
         for i in range(threads):
@@ -74,6 +78,25 @@ class WorkerPool:
         asked.add_done_callback(lambda _: held.clear())
         self._works.put(lambda: answer(asked, take_and_do))
         return asked
+
+    def each(self, work: Iterable[W], do: Callable[[W], object]) -> dict[W, OSError | None]:
+        """Do all work, some at once; each with its OSError."""
+        troubles: dict[W, OSError | None] = {}
+        left = deque(work)
+
+        def share() -> None:  # a future for each thread, not for each piece: those cost as much as a checksum
+            with suppress(IndexError):  # another thread has taken the last one
+                while True:
+                    one = left.popleft()
+                    try:
+                        do(one)
+                        troubles[one] = None
+                    except OSError as error:
+                        troubles[one] = error.with_traceback(None)  # which would keep what it has seen
+
+        for future in [self.run(share) for _ in range(min(self._threads, len(left)))]:
+            future.result()
+        return troubles
 
     def shutdown(self) -> None:
         """Let the threads end once all queued work is done, without waiting for them."""

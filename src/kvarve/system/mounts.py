@@ -27,5 +27,11 @@ def mounts() -> list[Mount]:
     return found
 
 
+def mount_of(path: Path) -> Mount | None:
+    """The mount that a path lies on, as far as names tell: no link is followed."""
+    found = [mount for mount in reversed(mounts()) if path.is_relative_to(mount.place)]  # the last is on top
+    return max(found, key=lambda mount: len(mount.place), default=None)
+
+
 def _name(word: bytes) -> str:
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), word))

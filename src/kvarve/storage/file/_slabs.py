@@ -40,7 +40,7 @@ from kvarve.storage.file._table import (
     read_header,
     write_entries,
 )
-from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned, move_all
 from kvarve.storage.file.folder import TABLE, slab_name, slab_numbers
 from kvarve.system.background import WorkerPool
 
@@ -203,7 +203,7 @@ class Slab:
         for at in range(first, last, step):
             raw = bytearray((min(last, at + step) - at) * ENTRY_BYTES)
             try:
-                done = _read_some(self.disk, self.table, memoryview(raw), self.shape.entry_at(at))
+                done = move_all(self.disk.read, self.table, [memoryview(raw)], self.shape.entry_at(at))
                 raw[done:] = b"\xff" * (len(raw) - done)  # the table was cut: missing entries fail their check
             except OSError:
                 self._entry_by_entry(memoryview(raw), at)
@@ -215,7 +215,7 @@ class Slab:
             entry = view[i * ENTRY_BYTES : (i + 1) * ENTRY_BYTES]
             entry[:] = b"\xff" * ENTRY_BYTES
             with suppress(OSError):
-                _read_some(self.disk, self.table, entry, self.shape.entry_at(first + i))
+                move_all(self.disk.read, self.table, [entry], self.shape.entry_at(first + i))
 
     def is_unreadable(self, row: int) -> bool:
         """Whether the medium does not give an entry."""
@@ -403,7 +403,7 @@ class Slab:
                 return min(count, total)
         done = 0
         for view in views:
-            count = _read_some(self.disk, self.file, view, at + done)
+            count = move_all(self.disk.read, self.file, [view], at + done)
             done += count
             if count < view.nbytes:
                 break
@@ -565,17 +565,6 @@ def states_of(slabs: Iterable[Slab]) -> dict[str, int]:
 def blocks(size_bytes: int) -> memoryview:
     """Block-aligned memory of whole blocks, for direct I/O."""
     return memoryview(mmap.mmap(-1, max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES))
-
-
-def _read_some(disk: Disk, file: int, view: memoryview, at: int) -> int:
-    """Read until the view is full or the file ends."""
-    done = 0
-    while done < view.nbytes:
-        count = disk.read(file, [view[done:]], at + done)
-        if count == 0:
-            break
-        done += count
-    return done
 
 
 def write_all(disk: Disk, file: int, data: Sequence[memoryview | bytes], at: int) -> None:

@@ -12,7 +12,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,6 +327,13 @@ class Disk:
         """The name of this host, or container."""
         return socket.gethostname()
 
+    def machine(self) -> str:
+        """A name that no other machine has, and that this one keeps."""
+        with suppress(OSError):
+            if name := Path("/etc/machine-id").read_text("ascii").strip():
+                return f"machine {name} {self.host()}"
+        return f"machine {self.host()}"
+
     def is_local(self, folder: Directory) -> bool:
         """Whether a folder is on a file system that only this host can have mounted. False: not, or unknown."""
         device = os.fstat(folder.file).st_dev
@@ -380,6 +387,20 @@ def objection(found: os.stat_result, owner: int, *, folder: bool) -> str:
 def _require(path: Path, found: os.stat_result, owner: int, *, folder: bool) -> None:
     if why := objection(found, owner, folder=folder):
         raise NotOurs(path, why)
+
+
+def move_all(
+    call: Callable[[int, Sequence[memoryview], int], int], file: int, views: Sequence[memoryview], at: int
+) -> int:
+    """Read or write until all is moved, or the file or the disk ends; how many bytes were."""
+    left, done = [*views], 0
+    while left and (count := call(file, left, at + done)):
+        done += count
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]
+    return done
 
 
 def is_aligned(view: memoryview) -> bool:

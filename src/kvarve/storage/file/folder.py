@@ -181,19 +181,35 @@ def check_folder(wanted: Wanted, disk: Disk | None = None) -> None:
     disk, path = disk or Disk(), checked_path(wanted.directory)
     check_settings(1 if wanted.capacity_bytes is None else wanted.capacity_bytes, wanted.label)
     with Medium(path), ExitStack() as closing:
-        nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
-        if nearest != path and not nearest.is_dir():
-            raise StorageError(f"{path}: {nearest} is not a folder")
+        nearest = nearest_place(path)
         root = closing.enter_context(disk.closing(disk.enter(path))) if nearest == path else None
         if wanted.read_only or disk.is_read_only(nearest) or (root is not None and _takes_no_writes(disk, root)):
             wanted = wanted.to_read()
-        if not os.access(nearest, os.R_OK | os.X_OK | (0 if wanted.read_only else os.W_OK)):
-            what = "read" if wanted.read_only else "read and write (give read_only=yes to read alone what is there)"
-            raise StorageError(f"{path}: no permission to {what} {nearest}")
+        nearest_folder(path, read_only=wanted.read_only, hint=" (give read_only=yes to read alone what is there)")
         if root is not None:
             check_contents(disk, root, wanted)
         elif wanted.read_only:
             raise StorageError(f"{path}: no such folder, and none can be made to be read alone")
+
+
+def nearest_place(path: Path) -> Path:
+    """The path, or the folder nearest above it that is there. OSError: that cannot be told, as of a dead mount."""
+    for place in (path, *path.parents):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            place.lstat()
+            if place != path and not place.is_dir():
+                raise StorageError(f"{path}: {place} is not a folder")
+            return place
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def nearest_folder(path: Path, *, read_only: bool = False, hint: str = "") -> Path:
+    """The same, in which this process can open or make the folder. StorageError: it may not."""
+    nearest = nearest_place(path)
+    if not os.access(nearest, os.R_OK | os.X_OK | (0 if read_only else os.W_OK)):
+        what = "read" if read_only else f"read and write{hint}"
+        raise StorageError(f"{path}: no permission to {what} {nearest}")
+    return nearest
 
 
 def _takes_no_writes(disk: Disk, root: Directory) -> bool:
@@ -237,7 +253,7 @@ def problem_of_marker(disk: Disk, root: Directory) -> str:
     file nor any table can be read."""
     return problem_in(
         root.path,
-        lambda: _content(disk, root, MARKER),
+        lambda: small_file(disk, root, MARKER),
         FORMAT,
         kind="kvarve storage folder",
         otherwise=lambda: _has_tables(disk, root),
@@ -319,7 +335,7 @@ def _owner_of(disk: Disk, folder: Directory) -> tuple[bytes, str]:
     """The label and the description of a model. FileNotFoundError: this folder has no model.json, and no slab."""
     path, what_to_do = folder.path / _MODEL, "the next process to open its model writes it anew; or remove its folder"
     try:
-        raw = _content(disk, folder, _MODEL)
+        raw = small_file(disk, folder, _MODEL)
         if len(raw) > _JSON_MAX_BYTES:
             raise ValueError(f"more than {_JSON_MAX_BYTES} bytes")
         content = json.loads(raw)
@@ -346,7 +362,7 @@ def _owner_of(disk: Disk, folder: Directory) -> tuple[bytes, str]:
     return label, "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in description)
 
 
-def _content(disk: Disk, folder: Directory, name: str) -> bytes:
+def small_file(disk: Disk, folder: Directory, name: str) -> bytes:
     """A small file; of a larger one, one byte more than the limit."""
     with disk.reading(folder, name) as file:
         return disk.peek(file, _JSON_MAX_BYTES + 1, 0)

@@ -10,23 +10,22 @@ from typing import TypeVar
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import Storage, check_settings
 from kvarve.storage.file.disk import Disk
-from kvarve.storage.file.folder import Medium, checked_path
-from kvarve.storage.hf3fs._hf3fs_folder import check_path, nearest_place
+from kvarve.storage.file.folder import Medium, checked_path, nearest_place
+from kvarve.storage.hf3fs._hf3fs_folder import check_path
 from kvarve.storage.hf3fs._hf3fs_storage import Hf3fsStorage
-from kvarve.storage.hf3fs._io_engine import Engine
-from kvarve.storage.hf3fs._io_posix import PosixEngine
+from kvarve.storage.hf3fs._io_engine import Engine, PosixEngine
 from kvarve.storage.hf3fs._io_usrbio import Library, UsrbioEngine, load
-from kvarve.storage.hf3fs._stores import check_map, own
+from kvarve.storage.hf3fs._owner import own
+from kvarve.storage.hf3fs._redis_map import map_settings
 from kvarve.storage.urls import Backend, StorageUrl
 from kvarve.system.background import Abandoned, BackgroundCall
-from kvarve.system.mounts import mounts
+from kvarve.system.mounts import mount_of
 from kvarve.system.regions import HostRegion, shared_region
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ENGINES = ("auto", "usrbio", "posix")
-_THREADS = 8
 OPEN_S = 30.0  # a mount whose server stands still answers nothing
 
 
@@ -75,30 +74,21 @@ def read_settings(url: StorageUrl) -> Settings:
     engine = given.get("engine", "auto")
     if engine not in _ENGINES:
         raise ConfigError(f"{url.text}: engine must be {', '.join(_ENGINES[:-1])} or {_ENGINES[-1]}, not {engine!r}")
-    threads = url.whole_number("threads") if "threads" in given else _THREADS
+    threads = url.whole_number("threads") if "threads" in given else 8
     if not 1 <= threads <= 256:
         raise ConfigError(f"{url.text}: threads must be a number from 1 to 256")
-    try:
-        check_map(given.get("metadata"))
-    except ConfigError as error:
-        raise ConfigError(f"{url.text}: {error}") from None
-    return Settings(
-        checked_path(url.path),
-        url.size_bytes("capacity"),
-        url.size_bytes("quota") if "quota" in given else None,
-        engine,
-        threads,
-        given.get("metadata"),
-    )
+    if "metadata" in given:
+        map_settings(given["metadata"])
+    quota_bytes, metadata = url.size_bytes("quota") if "quota" in given else None, given.get("metadata")
+    return Settings(checked_path(url.path), url.size_bytes("capacity"), quota_bytes, engine, threads, metadata)
 
 
-def open_hf3fs(
-    settings: Settings, label: bytes, library: Library | None = None, disk: Disk | None = None
-) -> Hf3fsStorage:
+def open_hf3fs(settings: Settings, label: bytes, library: Library | None, disk: Disk | None = None) -> Hf3fsStorage:
     """`library`: the binding of USRBIO; None: the POSIX engine."""
     check_settings(settings.capacity_bytes, label)
     disk = disk or Disk()
-    _warn_unless_3fs(settings)
+    if (mount := mount_of(settings.path)) is None or mount.kind != "fuse.hf3fs":  # it may be missing
+        log.warning("%s is not on 3FS: its file system is %s", settings.path, mount)
     engine: Engine = PosixEngine(disk, settings.threads)
     if library is not None:
         engine = UsrbioEngine(library, _mount(library, settings.path) or str(settings.path), settings.threads)
@@ -125,14 +115,6 @@ def _library(settings: Settings, url: str) -> Library | None:
 def _mount(library: Library, path: Path) -> str | None:
     with Medium(path):
         return library.extract_mount_point(str(nearest_place(path)))
-
-
-def _warn_unless_3fs(settings: Settings) -> None:
-    """A folder whose file system is not mounted lies on the disk below it."""
-    kinds = {mount.place: mount.kind for mount in mounts()}
-    mount = max((place for place in kinds if settings.path.is_relative_to(place)), key=len, default="/")
-    if kinds.get(mount) != "fuse.hf3fs":
-        log.warning("%s is not on 3FS: %s has a file system of type %s", settings.path, mount, kinds.get(mount))
 
 
 def _answered(settings: Settings, call: Callable[[], T], late: Callable[[T], object] = lambda _: None) -> T:

@@ -3,7 +3,7 @@
 kvarve.json                                  the format; written before anything else. The slots' names say it too
 store                                        the store's name, and where its map is
 slots-<bytes>-<places>-<number>-<owner>      so many slots of so many bytes each, given by an owner's process alone
-order-<owner>                                the order in which its slots were used, while no process has it open
+uses-<owner>                                 when its process used its slots last, as it ended
 
 3FS has no locks between machines, so nothing here needs one: a file gets its name before any slot of it is used, grows
 by being written to, and is removed by its owner. Entries with another name are left alone.
@@ -18,14 +18,17 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from kvarve.errors import StorageError
-from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, NotOurs
-from kvarve.storage.file.folder import Medium
-from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
+from kvarve.storage.base import Damaged
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, move_all
+from kvarve.storage.file.folder import Medium, nearest_folder, small_file
+from kvarve.storage.file.marker import MARKER, problem_in, written
 from kvarve.storage.hf3fs._slot_layout import Extent, extent_of, file_name
 
 log = logging.getLogger(__name__)
@@ -33,10 +36,9 @@ log = logging.getLogger(__name__)
 FORMAT = "kvarve-hf3fs/2"
 # Left by an opening that was cut short, or there in every root of a file system: a folder with only these is empty.
 _NOT_CONTENT = ("3fs-virt", "lost+found")
-STORE_FILE = "store"
+STORE_FILE, _FIRST = "store", "kvarve hf3fs 2"
 _STORE_BYTES = 1000  # at most
 _OPEN_FILES = 512
-_ORDER = "order-"
 _scratch = memoryview(mmap.mmap(-1, BLOCK_BYTES))
 _NOT_SERVED = (errno.ENOTCONN, errno.ECONNABORTED)  # of a file system in user space whose process has ended
 
@@ -44,43 +46,39 @@ _NOT_SERVED = (errno.ENOTCONN, errno.ECONNABORTED)  # of a file system in user s
 class File:
     """An open extent. Its descriptor is closed with the last reference, as I/O may be under way when it is dropped."""
 
-    def __init__(self, path: Path, fd: int, *, direct: bool, close: Callable[[], None]) -> None:
+    def __init__(self, path: Path, fd: int, *, direct: bool, close: Callable[[int], object]) -> None:
         self.path, self.fd, self.direct = path, fd, direct
-        self.failed_syncs = 0
-        self._syncing = threading.Lock()  # guards the count
-        weakref.finalize(self, close).atexit = False
+        self.failed = False  # a sync
+        self._syncing = threading.Lock()  # guards that
+        weakref.finalize(self, close, fd).atexit = False
 
-    def sync(self, sync: Callable[[int], object], failed_before: int) -> None:
-        """Return when all that was written to the file since `failed_syncs` was `failed_before` is on the medium.
-
-        The kernel tells a failure to one of all who sync a descriptor, and maybe not to the one whose bytes are lost.
-        """
+    def sync(self, sync: Callable[[int], object]) -> None:
+        """Return when all that was written to the file is on the medium. OSError. The kernel tells a failure to one of
+        all who sync a descriptor, and maybe not to the one whose bytes are lost: so all others fail, too."""
         with self._syncing:
+            if self.failed:
+                raise OSError(errno.EIO, f"{self.path}: another sync of it has failed")
             try:
                 sync(self.fd)
             except OSError:
-                self.failed_syncs += 1
+                self.failed = True
                 raise
-            if self.failed_syncs > failed_before:
-                raise OSError(errno.EIO, f"{self.path}: another sync of it has failed")
+
+
+class Descriptors:
+    """Hears of each descriptor of a file, before its first use and before its end."""
+
+    direct = True  # it wants files past the page cache, where the file system can
+
+    def opened(self, fd: int) -> None: ...
+    def closing(self, fd: int) -> None: ...
 
 
 class Folder:
-    """An open folder, made if it is missing and `make`. `direct`: files are opened past the page cache where the file
-    system can; `opened(fd)` and `closing(fd)` hear of each descriptor. StorageError: it is not ours, or fails."""
+    """An open folder, made if it is missing and `make`. StorageError: it is not ours, or fails."""
 
-    def __init__(
-        self,
-        disk: Disk,
-        path: Path,
-        *,
-        make: bool = True,
-        direct: bool = True,
-        opened: Callable[[int], None] = lambda _: None,
-        closing: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        self.disk, self.path = disk, path
-        self._direct, self._opened, self._closing = direct, opened, closing
+    def __init__(self, disk: Disk, path: Path, hears: Descriptors, *, make: bool = True) -> None:
+        self.disk, self.path, self._hears = disk, path, hears
         self._lock = threading.Lock()  # guards the files
         self._files: OrderedDict[Extent, File] = OrderedDict()  # the one used last comes last
         with Medium(path):
@@ -101,9 +99,8 @@ class Folder:
         unfinished = f"{MARKER}~{secrets.token_hex(8)}"
         file = self.disk.open(self.root, unfinished, create=True)
         try:
-            at = 0
-            while at < len(data):
-                at += self.disk.write(file, [memoryview(data)[at:]], at)
+            if move_all(self.disk.write, file, [memoryview(data)], 0) < len(data):
+                raise OSError(errno.EIO, f"{self.path / name} was not written whole")
             self.disk.sync(file)
         finally:
             self.disk.close(file)
@@ -115,35 +112,42 @@ class Folder:
             self.disk.rename(self.root, unfinished, name)
         self.disk.sync_folder(self.root)
 
-    def identity(self, first: bytes) -> bytes:
-        """What the file of the store says, which says `first` if there was none. OSError."""
-        if not os.path.lexists(self.path / STORE_FILE):
-            self._write(STORE_FILE, first, once=True)
-        # Another process may be making it, so that it has two names for a moment.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.open(STORE_FILE, flags, dir_fd=self.root.file)
+    def identity(self, keeper: str) -> str:
+        """The random name of the store, which gets one if it is new. Damaged: what its file says cannot be read.
+        StorageError: its map is not `keeper`'s but elsewhere, so each would give the other's room again."""
+        file = self.path / STORE_FILE
         try:
-            return self.disk.peek(file, _STORE_BYTES, 0)
-        finally:
-            self.disk.close(file)
+            if not os.path.lexists(file):
+                self._write(STORE_FILE, f"{_FIRST}\n{secrets.token_hex(16)}\n{keeper}\n".encode(), once=True)
+            # Another process may be making it, so that it has two names for a moment.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            opened = os.open(STORE_FILE, flags, dir_fd=self.root.file)
+            try:
+                lines = self.disk.peek(opened, _STORE_BYTES, 0).decode("utf-8").splitlines()
+            finally:
+                self.disk.close(opened)
+        except (OSError, UnicodeDecodeError) as error:
+            raise Damaged(f"{file}: {error}") from error
+        if len(lines) != 3 or lines[0] != _FIRST:
+            raise Damaged(f"{file} is damaged, or not written by kvarve: give an empty folder")
+        if lines[2] != keeper:
+            raise StorageError(
+                f"{self.path} is used by {lines[2]}, and not by {keeper}: servers that share a store need one map, "
+                f"metadata=redis://...; if it is not used so any more, write how into the last line of {file}"
+            )
+        return lines[1]
 
-    def save_order(self, owner: int, numbers: Sequence[int]) -> None:
-        """The order of use of an owner's slots, when nothing is written to them any more."""
-        self._write(f"{_ORDER}{owner:016x}", array("Q", numbers).tobytes())
+    def save_uses(self, owner: int, uses: Mapping[int, int]) -> None:
+        """When each slot was used last, for those who take over this owner's files."""
+        self._write(f"uses-{owner:016x}", array("Q", chain.from_iterable(uses.items())).tobytes())
 
-    def order(self, owner: int, places: int) -> dict[int, int] | None:
-        """The place of each slot in what was saved, once. None: nothing was, or not an order of so many at most."""
-        name = f"{_ORDER}{owner:016x}"
-        try:
-            with self.disk.reading(self.root, name) as file:
-                size_bytes = self.disk.size(file)
-                saved = self.disk.peek(file, min(size_bytes, 8 * places), 0)
-        except (FileNotFoundError, NotOurs):
-            return None
-        self.disk.unlink(self.root, name)
-        self.disk.sync_folder(self.root)
-        whole = len(saved) == size_bytes and not size_bytes % 8
-        return {number: place for place, number in enumerate(array("Q", saved))} if whole else None
+    def uses(self, owner: int) -> dict[int, int]:
+        """What was saved last, which may not be true any more."""
+        raw = b""
+        with suppress(OSError), self.disk.reading(self.root, f"uses-{owner:016x}") as file:
+            raw = self.disk.peek(file, min(self.disk.size(file), 1 << 28), 0)
+        saved = array("Q", raw[: len(raw) // 16 * 16])
+        return dict(zip(saved[::2], saved[1::2], strict=True))
 
     def close(self) -> None:
         """After the last call; files whose I/O hangs are closed when that returns."""
@@ -168,30 +172,22 @@ class Folder:
         """The extent's file. FileNotFoundError: there is none. Other OSErrors."""
         with self._lock:
             file = self._files.pop(extent, None)
-            if file is None:
+            if file is None or file.failed:
                 file = self._open(file_name(extent), create)
             self._files[extent] = file
             while len(self._files) > _OPEN_FILES:
                 self._files.popitem(last=False)
         return file
 
-    def marker(self) -> File:
-        """The file that makes the folder a store. OSError."""
-        return self._open(MARKER, create=False)
-
     def _open(self, name: str, create: bool) -> File:
-        disk, root, closing = self.disk, self.root, self._closing
-        try:
-            fd = disk.open(root, name)
-        except FileNotFoundError:
-            if not create:
-                raise
+        disk, root, hears = self.disk, self.root, self._hears
+        if create:
             with suppress(FileExistsError):
                 disk.close(disk.open(root, name, create=True))
                 disk.sync_folder(root)
-            fd = disk.open(root, name)
+        fd = disk.open(root, name)
         direct = False
-        if self._direct:
+        if hears.direct:
             with suppress(OSError):  # tmpfs and others have no direct I/O
                 past = disk.open(root, name, direct=True)
                 try:
@@ -202,61 +198,39 @@ class Folder:
                 disk.close(fd)
                 fd, direct = past, True
         try:
-            self._opened(fd)
+            hears.opened(fd)
         except BaseException:
             disk.close(fd)
             raise
 
-        def close() -> None:
-            closing(fd)
+        def close(fd: int) -> None:  # which knows nothing of the folder
+            hears.closing(fd)
             disk.close(fd)
 
         return File(self.path / name, fd, direct=direct, close=close)
 
-    def forget(self, extent: Extent) -> None:
-        """Open the extent's file anew when it is asked for next."""
+    def remove(self, extent: Extent) -> None:
         with self._lock:
             self._files.pop(extent, None)
-
-    def forget_removed(self) -> dict[Extent, int]:
-        """Let go of files that have been removed: one has its room until the last process closes it. Returns what
-        `extents` does."""
-        with self._lock:
-            open_before = [*self._files]  # one made after the list was read is not in it
-        there = self.extents()
-        for extent in open_before:
-            if extent not in there:
-                self.forget(extent)
-        return there
-
-    def remove(self, extent: Extent) -> None:
-        self.forget(extent)
         with suppress(FileNotFoundError):
             self.disk.unlink(self.root, file_name(extent))
 
     def extents(self) -> dict[Extent, int]:
-        """All extents that have a file, and the file's bytes."""
-        return {extent: it.st_size for extent, it in _extents(self.disk, self.root)}
-
-
-def nearest_place(path: Path) -> Path:
-    """The path, or the folder nearest above it that is there. OSError: that cannot be told, as of a dead mount."""
-    for place in (path, *path.parents):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            place.lstat()
-            return place
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        """All extents that have a file, and the file's bytes. Others that were open have been removed, and are closed:
+        a file has its room until the last process closes it."""
+        with self._lock:
+            open_before = [*self._files]  # one made after the list was read is not in it
+        there = _extents(self.disk, self.root)
+        with self._lock:
+            for extent in {*open_before} - there.keys():
+                self._files.pop(extent, None)
+        return there
 
 
 def check_path(disk: Disk, path: Path) -> None:
     """Raise what opening would raise, and touch nothing."""
     with Medium(path):
-        nearest = nearest_place(path)
-        if nearest != path and not nearest.is_dir():
-            raise StorageError(f"{path}: {nearest} is not a folder")
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-            raise StorageError(f"{path}: no permission to read and write {nearest}")
-        if nearest == path:
+        if nearest_folder(path) == path:
             with disk.closing(disk.enter(path)) as root:
                 _is_store(disk, root)
 
@@ -267,25 +241,13 @@ def _is_store(disk: Disk, root: Directory) -> bool:
     names = disk.entries(root).keys()
     if not [name for name in names if name not in _NOT_CONTENT and not name.startswith(f"{MARKER}~")]:
         return False
-    problem = problem_in(
-        root.path,
-        lambda: _content(disk, root),
-        FORMAT,
-        kind="kvarve store on 3FS",
-        otherwise=lambda: any(_extents(disk, root)),
-    )
+    marker, slots = partial(small_file, disk, root, MARKER), partial(_extents, disk, root)
+    problem = problem_in(root.path, marker, FORMAT, kind="kvarve store on 3FS", otherwise=lambda: bool(slots()))
     if problem:
         log.warning("%s", problem)
     return not problem
 
 
-def _extents(disk: Disk, root: Directory) -> Iterator[tuple[Extent, os.stat_result]]:
-    return ((extent, it) for name, it in disk.files(root).items() if (extent := extent_of(name)) is not None)
-
-
-def _content(disk: Disk, root: Directory) -> bytes:
-    file = disk.open(root, MARKER, read_only=True)
-    try:
-        return disk.peek(file, MARKER_BYTES + 1, 0)
-    finally:
-        disk.close(file)
+def _extents(disk: Disk, root: Directory) -> dict[Extent, int]:
+    files = disk.files(root).items()
+    return {extent: it.st_size for name, it in files if (extent := extent_of(name)) is not None}

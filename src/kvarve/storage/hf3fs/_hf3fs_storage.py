@@ -1,9 +1,8 @@
 """Objects of one label in the slots of a store on 3FS. An `Owner` says which slots, an engine moves the bytes.
 
-A put takes slots, writes header and bytes, waits until they are on the medium, and publishes them; what was not written
-whole leaves its slot at rest. A get reads header and bytes together, and compares the header with the object that it
-wants and with the bytes that came. Whatever happened to the slot, to its file or to the map, an object that is not
-there bit for bit is a miss, and is forgotten.
+A put takes slots, writes header and bytes, waits until they are on the medium, and publishes them. A get reads both,
+and compares the header with the object that it wants and with the bytes that came. Whatever happened to the slot, to
+its file or to the map, an object that is not there bit for bit is a miss, and is forgotten.
 """
 
 import errno
@@ -11,7 +10,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +19,9 @@ from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces
 from kvarve.storage.file.disk import FULL, Disk
 from kvarve.storage.hf3fs._hf3fs_folder import Folder
-from kvarve.storage.hf3fs._io_engine import Engine, Move, Short
+from kvarve.storage.hf3fs._io_engine import Engine, Move
 from kvarve.storage.hf3fs._owner import Owner
-from kvarve.storage.hf3fs._slot_layout import Slot, Title, hash_of, slot_bytes_for
+from kvarve.storage.hf3fs._slot_layout import Slot, Title, hash_of, read_header, slot_bytes_for
 from kvarve.storage.hf3fs._slot_table import Entry
 from kvarve.system.background import BackgroundCall
 from kvarve.system.regions import HostRegion
@@ -32,6 +31,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 5.0  # for calls in flight; those that hang are left behind
 _READY_S = 10.0  # for which an opening waits until what was there has been found
 _KEEP_S = 10.0  # between two looks after the house
+Pieces = Sequence[memoryview]
 _LOST = (errno.ENODATA, errno.ENOENT)  # a hole, an end, or no file: the object is not there
 
 
@@ -39,23 +39,17 @@ class Hf3fsStorage(Storage):
     """`own(folder)` is the owner of this process's files; the engine is this storage's own. `counts` has the objects
     that were not as they should be, by what was wrong."""
 
-    def __init__(
-        self, path: Path, label: bytes, engine: Engine, own: Callable[[Folder], Owner], disk: Disk | None = None
-    ) -> None:
+    def __init__(self, path: Path, label: bytes, engine: Engine, own: Callable[[Folder], Owner], disk: Disk) -> None:
         self.counts: Counter[str] = Counter()
-        self._path, self._label, self._engine, self._disk = path, hash_of(label), engine, disk or Disk()
+        self._path, self._label, self._engine, self._disk = path, hash_of(label), engine, disk
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards the counts, and all below
         self._left = threading.Condition(self._lock)
         self._calls = 0  # in flight
-        self._closed = self._released = self._hung = False
+        self._closed = self._released = False
         self._entering = threading.Lock()  # held while the folder is opened anew
         self._folder = self._entered(make=True)
-        try:
-            self._owner = own(self._folder)
-        except BaseException:
-            engine.close()
-            raise
+        self._owner = own(self._folder)
         self._rest = threading.Event()  # set when the storage is closed
         self._housekeeper = BackgroundCall("kvarve 3fs keeps house", self._keep_house)
         self._owner.ready.wait(_READY_S)
@@ -70,29 +64,22 @@ class Hf3fsStorage(Storage):
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
         with self._call():
-            slots, pinned = self._owner.find(self._label, names)
-            try:
-                return self._get(names, slots, into)
-            finally:
-                self._owner.let_go(pinned)
+            return self._get(names, self._owner.find(self._label, names), into)
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         return self.put_pieces(names, [(view,) for view in data])
 
-    def put_pieces(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+    def put_pieces(self, names: Sequence[str], data: Sequence[Pieces]) -> list[bool]:
         check_pieces(names, data)
-        first: dict[str, int] = {}
-        for number, name in enumerate(names):
-            first.setdefault(name, number)
+        once, first = [*dict.fromkeys(names)], dict(zip(names[::-1], data[::-1], strict=True))
         with self._call():
-            answers = self._put([*first], [data[number] for number in first.values()])
-        stored = dict(zip(first, answers, strict=True))
+            stored = dict(zip(once, self._put(once, [first[name] for name in once]), strict=True))
         return [stored[name] for name in names]
 
     def touch(self, names: Sequence[str]) -> None:
         check_names(names)
         with self._call():
-            self._owner.let_go(self._owner.find(self._label, names)[1])
+            self._owner.find(self._label, names)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
@@ -102,7 +89,11 @@ class Hf3fsStorage(Storage):
     def drop(self, group: str | None = None) -> int:
         check_names([] if group is None else [group])
         with self._call():
-            return sum(sum(self._delete(names)) for names in self._owner.names(self._label, group))
+            count = sum(sum(self._delete(names)) for names in self._owner.names(self._label, group))
+            with self._owner.lock:
+                left = self._owner.table.left(self._label, group)  # which was evicted, and can be found again
+            self._wipe(self._folder_in_place(), left)
+            return count
 
     def usage(self) -> StorageUsage:
         with self._call():
@@ -123,9 +114,7 @@ class Hf3fsStorage(Storage):
         with self._left:
             self._closed = True
             self._rest.set()
-            self._left.wait_for(lambda: not self._calls, CLOSE_S)
-            if self._calls:
-                self._hung = True
+            if not self._left.wait_for(lambda: not self._calls, CLOSE_S):
                 log.warning("%s: %d calls hang, and are left behind", self._path, self._calls)
         self._release()
 
@@ -135,7 +124,7 @@ class Hf3fsStorage(Storage):
             if not self._closed or self._calls or self._released:
                 return
             self._released = True
-        self._owner.close(self._folder, clean=not self._hung)
+        self._owner.close(self._folder)
         self._folder.close()
         self._engine.close()
 
@@ -159,118 +148,82 @@ class Hf3fsStorage(Storage):
 
     def _get(self, names: Sequence[str], slots: Sequence[Slot | None], into: Sequence[memoryview]) -> list[int | None]:
         folder = self._folder_in_place()
-        sizes: list[int | None] = [None] * len(names)
-        moves: dict[int, Move] = {}
-        gone, failed = list[int](), list[OSError]()
-        try:
-            for number, slot in enumerate(slots):
-                if slot is None:
-                    continue
-                try:
-                    file = folder.file(slot.extent)
-                except FileNotFoundError:
-                    gone.append(number)
-                except OSError as error:
-                    failed.append(error)
-                else:
-                    title = Title(self._label, names[number], slot)
-                    moves[number] = Move(file, slot.offset, (into[number][: slot.size_bytes],), title)
-            self._count("lost", len(gone))
-            self._engine.read([move for move in moves.values() if not move.rest_bytes])
-            for number, move in moves.items():
-                if rest_bytes := move.rest_bytes:  # which the check needs: memory for one at a time
-                    move.pieces = (*move.pieces, memoryview(bytearray(rest_bytes)))
-                    self._engine.read([move])
-                    move.pieces = move.pieces[:1]
-                if move.intact:
-                    sizes[number] = move.object_bytes
-                elif move.trouble is None or move.trouble.errno in _LOST:
-                    gone.append(number)
-        except OSError as error:
-            raise StorageError(f"{self._path}: read 0 of {len(names)} objects: {error}") from error
+        wanted = {at: Title(self._label, names[at], slot) for at, slot in enumerate(slots) if slot is not None}
+        data = {at: (into[at][: title.slot.size_bytes],) for at, title in wanted.items()}
+        moves, troubles = _moves(folder, wanted, data)
+        no_file = sum(isinstance(error, FileNotFoundError) for error in troubles.values())
+        self._engine.read([move for move in moves.values() if not move.rest_bytes])
+        for move in moves.values():
+            if rest_bytes := move.rest_bytes:  # which the check needs: memory for one at a time
+                move.pieces = (*move.pieces, memoryview(bytearray(rest_bytes)))
+                self._engine.read([move])
+                move.pieces = move.pieces[:1]
+        troubles |= {number: move.trouble for number, move in moves.items() if move.trouble is not None}
+        failed = [trouble for trouble in troubles.values() if trouble.errno not in _LOST]
+        intact = {number for number, move in moves.items() if move.intact}
+        gone = [it for it in wanted if it not in intact and (it not in troubles or troubles[it].errno in _LOST)]
+        self._count("lost", no_file)
+        self._count("torn", len(gone))
+        self._count("unreadable", len(failed))
         if gone:
             log.warning("%s: %d objects are not as they were written, and are forgotten", self._path, len(gone))
-            self._count("torn", len(gone))
             with suppress(StorageError):
-                wrong = [(names[number], slot) for number in gone if (slot := slots[number]) is not None]
-                self._owner.let_go(self._owner.remove(self._label, wrong))
-        tried = len(failed) + len(moves)
-        failed += [move.trouble for move in moves.values() if move.trouble and move.trouble.errno not in _LOST]
-        self._count("unreadable", len(failed))
-        if failed and len(failed) == tried and not self._can_read(folder, failed):
+                self._owner.remove([wanted[number] for number in gone])
+        if len(failed) == len(wanted) - no_file and any(error.errno != errno.EIO for error in failed):  # not of slots
             raise StorageError(f"{self._path}: read 0 of {len(names)} objects: {failed[0]}") from failed[0]
-        return sizes
-
-    def _can_read(self, folder: Folder, failed: Sequence[OSError]) -> bool:
-        """Whether the store can be read, so that reads which failed are of single objects and no trouble of all."""
-        if any(error.errno != errno.EIO for error in failed):
-            return False
-        try:
-            look = Move(folder.marker(), 0, (), None)
-        except OSError:
-            return False
-        self._engine.read([look])
-        return look.trouble is None or isinstance(look.trouble, Short)  # it is shorter than a header
+        return [wanted[number].slot.size_bytes if number in intact else None for number in range(len(names))]
 
     # --- writing
 
-    def _put(self, names: Sequence[str], data: Sequence[Sequence[memoryview]]) -> list[bool]:
+    def _put(self, names: Sequence[str], data: Sequence[Pieces]) -> list[bool]:
         folder = self._folder_in_place()
         sizes = [sum(piece.nbytes for piece in pieces) for pieces in data]
-        slot_bytes = [slot_bytes_for(size) for size in sizes]
-        slots = self._owner.reserve(folder, self._engine, self._label, names, slot_bytes)
+        slots, lost = self._owner.reserve(self._label, dict(zip(names, map(slot_bytes_for, sizes), strict=True)))
+        answers = [slot is True for slot in slots]
         unwritten = {number: slot for number, slot in enumerate(slots) if isinstance(slot, Entry)}
-        answers, full, failed = [slot is True for slot in slots], 0, list[OSError]()
-        moves: dict[int, Move] = {}
         try:
+            self._wipe(folder, lost)
+            self._owner.take_out(folder)
             for number, entry in unwritten.items():
                 entry.size_bytes = sizes[number]
-                try:
-                    file = folder.file(entry.slot.extent, create=True)
-                except OSError as error:
-                    if error.errno in FULL:
-                        full += 1
-                    else:
-                        failed.append(error)
-                    continue
-                title = Title(self._label, names[number], entry.slot)
-                moves[number] = Move(file, entry.slot.offset, data[number], title)
+            wanted = {number: entry.title for number, entry in unwritten.items()}
+            moves, troubles = _moves(folder, wanted, dict(enumerate(data)), create=True)
             self._engine.write([*moves.values()])
-            written = [number for number, move in moves.items() if move.trouble is None]
-            committed = [unwritten.pop(number) for number in written]
-            known = self._owner.commit(self._label, names, committed)
+            troubles |= {number: move.trouble for number, move in moves.items() if move.trouble is not None}
+            written = [number for number in wanted if number not in troubles]
+            known = self._owner.commit(self._label, names, [unwritten.pop(number) for number in written])
             for number in written:
                 answers[number] = known[number]
-            self._count("too late", len(written) - sum(answers[number] for number in written))
-        except OSError as error:
-            raise StorageError(f"{self._path}: stored {sum(answers)} of {len(names)} objects: {error}") from error
         finally:
             self._owner.abort(unwritten.values())
-        troubles = [move.trouble for number, move in moves.items() if number in unwritten and move.trouble is not None]
-        failed += [error for error in troubles if error.errno not in FULL]
-        self._count("no space", full + sum(error.errno in FULL for error in troubles))
+        failed = [trouble for trouble in troubles.values() if trouble.errno not in FULL]
+        self._count("no space", len(troubles) - len(failed))
         self._count("unwritten", len(failed))
-        wrote = any(answers[number] for number in moves)
-        if failed and (not wrote or any(error.errno == errno.ETIMEDOUT for error in failed)):  # it hangs, or has failed
+        if failed and not any(answers[number] for number in wanted):
             told = f"stored {sum(answers)} of {len(names)} objects"
             raise StorageError(f"{self._path}: {told}: {failed[0]}") from failed[0]
         return answers
 
     def _delete(self, names: Sequence[str]) -> list[bool]:
-        folder = self._folder_in_place()
         places = dict(zip(names, self._owner.places(self._label, names), strict=True))
-        gone = [(name, slot) for name, slots in places.items() for slot in slots]
-        self._owner.wipe(folder, self._engine, self._owner.remove(self._label, gone))
+        gone = [Title(self._label, name, slot) for name, slots in places.items() for slot in slots]
+        folder = self._folder_in_place()
+        self._owner.remove(gone, lambda: self._wipe(folder, gone))
         return [bool(places.pop(name, ())) for name in names]
+
+    def _wipe(self, folder: Folder, objects: Sequence[Title]) -> None:
+        """Write over the headers of slots that still have these objects, also in files of others: else a process that
+        starts would find them again. Where that fails, it may."""
+        moves, _ = _moves(folder, dict(enumerate(objects)))
+        self._engine.read([*moves.values()])
+        found = {number: read_header(move.header, objects[number].slot.extent) for number, move in moves.items()}
+        self._engine.write([moves[at] for at, title in found.items() if title and title[:3] == objects[at][:3]])
 
     # --- the folder
 
     def _entered(self, *, make: bool) -> Folder:
-        engine = self._engine
-        folder = Folder(
-            self._disk, self._path, make=make, direct=engine.direct, opened=engine.opened, closing=engine.closing
-        )
-        engine.enter(folder)
+        folder = Folder(self._disk, self._path, self._engine, make=make)
+        self._engine.enter(folder)
         return folder
 
     def _folder_in_place(self) -> Folder:
@@ -300,3 +253,17 @@ class Hf3fsStorage(Storage):
         if objects:
             with self._lock:
                 self.counts[what] += objects
+
+
+def _moves(
+    folder: Folder, objects: Mapping[int, Title], data: Mapping[int, Pieces] | None = None, *, create: bool = False
+) -> tuple[dict[int, Move], dict[int, OSError]]:
+    """The moves of objects, or (without `data`) of their headers alone; and why files cannot be opened."""
+    moves, troubles = dict[int, Move](), dict[int, OSError]()
+    for at, title in objects.items():
+        try:
+            file, offset = folder.file(title.slot.extent, create=create), title.slot.offset
+            moves[at] = Move(file, offset, data[at], title) if data is not None else Move(file, offset, (), None)
+        except OSError as error:
+            troubles[at] = error
+    return moves, troubles

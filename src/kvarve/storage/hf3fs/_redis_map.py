@@ -3,23 +3,21 @@
     OBJECT   hash    a field for each slot that has the object, so that a slot that has it no more is removed alone
     lease    string  the process that gives an owner's slots, until it has not said so for LEASE_S
     used     list    for an owner: slots of its that others have read
-    gone     list    for an owner: slots of its that others have found wrong, or deleted, each with the object meant
 
 Nothing here is believed: the header of a slot decides. What is lost is written again by the owners.
 """
 
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from kvarve.errors import ConfigError, StorageError
-from kvarve.storage.hf3fs._slot_layout import Extent, Slot, can_be, fits
+from kvarve.storage.hf3fs._slot_layout import Extent, Slot, Title, can_be, fits
 from kvarve.storage.redis.redis_backend import read_settings
 from kvarve.storage.redis.redis_storage import RedisStorage
-from kvarve.storage.redis.servers import Settings
+from kvarve.storage.redis.servers import Settings, library
 from kvarve.storage.redis.wire import Refused, Wire, command
 from kvarve.storage.urls import parse_url
 
@@ -28,37 +26,26 @@ _MOST_USES = 1 << 16  # of one owner's slots: those before are forgotten
 _USES_S = 3600
 _TOGETHER = 4096  # commands that are sent before their answers are read
 _SLOT = struct.Struct("<QIQQIQQ")
-_PASSWORD_BYTES = 4096
+_LEASE = b"%d" % int(1000 * LEASE_S)
 
-Placed = tuple[bytes, str, Slot]  # a label's hash, a name, and its slot
 _Command = tuple[Any, ...]  # the key, as text; the word, and what follows the key
 T = TypeVar("T")
 
 
-def redis_settings(setting: str) -> tuple[Settings, Path | None, str | None]:
-    """Where the server is, the file with its password, and the user. ConfigError; nothing is touched."""
+def map_settings(setting: str) -> Settings:
+    """Where the server of a map is. ConfigError; nothing is touched."""
     if "@" in setting:
         raise ConfigError("metadata=redis://...: a password cannot stand in a URL: give user= and password_file=")
-    parts = urlsplit(setting)
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    file, user = given.pop("password_file", None), given.pop("user", None)
-    if "ttl" in given:
+    if not re.match("rediss?://", setting):
+        raise ConfigError(
+            f"metadata={setting}: it must be redis://host:6379/0 of a Redis or Valkey that several processes share; "
+            "leave it out where one is alone with its store"
+        )
+    settings = read_settings(parse_url(setting))
+    if settings.ttl_s is not None:
         raise ConfigError(f"metadata={setting}: metadata cannot have a ttl")
-    if file is not None and not Path(file).is_absolute():
-        raise ConfigError(f"metadata={setting}: password_file must be an absolute path")
-    if user is not None and file is None:
-        raise ConfigError(f"metadata={setting}: a user needs a password: give password_file= too")
-    query = f"?{urlencode(given)}" if given else ""
-    settings = read_settings(parse_url(f"{parts.scheme}://{parts.netloc}{parts.path}{query}"))
-    return settings, Path(file) if file else None, user
-
-
-def password(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(_PASSWORD_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"{file}: the password of the metadata's Redis cannot be read: {error}") from error
+    library()
+    return settings
 
 
 def packed(slot: Slot) -> bytes:
@@ -84,27 +71,20 @@ class RedisMap(RedisStorage):
     # --- objects
 
     def find(self, label: bytes, names: Sequence[str]) -> list[list[Slot]]:
-        """All slots that are said to have each object. What cannot be one is removed."""
+        """All slots that are said to have each object. What cannot be one is removed with what is beside it."""
         keys = [_object(label, name) for name in names]
-        found, wrong = list[list[Slot]](), list[_Command]()
-        for key, fields in zip(keys, self._ask([(key, b"HKEYS") for key in keys], _fields), strict=True):
-            slots = {field: unpacked(field) for field in fields or ()}
-            found.append([slot for slot in slots.values() if slot is not None])
-            wrong += [(key, b"HDEL", field) for field, slot in slots.items() if field and slot is None]
-            wrong += [(key, b"UNLINK")] if b"" in slots else []
-        self._ask(wrong, Wire.number)
-        return found
+        told = self._ask([(key, b"HKEYS") for key in keys], _fields)
+        found = [[unpacked(field) for field in fields or ()] for fields in told]
+        self._ask([(key, b"UNLINK") for key, slots in zip(keys, found, strict=True) if None in slots], Wire.number)
+        return [[slot for slot in slots if slot is not None] for slots in found]
 
-    def change(
-        self, publish: Iterable[Placed] = (), withdraw: Iterable[Placed] = (), gone: Iterable[Placed] = ()
-    ) -> None:
-        """Objects that are in slots, and those that are not any more, which the owners of `gone` are to be told."""
-        told: list[_Command] = [(_object(label, name), b"HSET", packed(slot), b"") for label, name, slot in publish]
-        for label, name, slot in gone:
-            told.append((f"gone:{slot.extent.owner:x}", b"RPUSH", packed(slot) + label + name.encode()))
-        left = [(_object(label, name), b"HDEL", packed(slot)) for label, name, slot in withdraw]
-        if None in self._ask([*told, *left], Wire.number)[: len(told)]:
+    def publish(self, objects: Iterable[Title]) -> None:
+        if None in self._ask([(_object(*it[:2]), b"HSET", packed(it.slot), b"") for it in objects], Wire.number):
             raise StorageError("the Redis of this store takes no more entries")
+
+    def withdraw(self, objects: Iterable[Title]) -> None:
+        """These are not in their slots."""
+        self._ask([(_object(*it[:2]), b"HDEL", packed(it.slot)) for it in objects], Wire.number)
 
     def tell_used(self, uses: Mapping[int, Sequence[Slot]]) -> None:
         """Tell the owners of these slots; a full list loses its oldest."""
@@ -115,49 +95,38 @@ class RedisMap(RedisStorage):
     def names(self, label: bytes, group: str | None) -> Iterator[list[str]]:
         """Those of a label's objects, or of one of its groups, in parts. The server looks through all its keys."""
         before = self._key(_object(label, ""))
-        pattern = before + (b"*" if group is None else group.encode() + b"-*")
-        for server in self._servers.all():
-            cursor: bytes | None = None
-            while cursor != b"0":
-                with self._servers.wire(server) as wire:
-                    wire.send([command(b"SCAN", cursor or b"0", b"MATCH", pattern, b"COUNT", b"1000")])
-                    cursor, keys = wire.page()
-                yield [key[len(before) :].decode("ascii", "replace") for key in keys]
+        for _, keys in self._keys(before + (b"*" if group is None else group.encode() + b"-*")):
+            yield [key[len(before) :].decode("ascii", "replace") for key in keys]
 
     # --- owners
 
     def holders(self, owners: Sequence[int]) -> list[bytes | None]:
         """The process that gives each owner's slots."""
         buffer = memoryview(bytearray(64))
+        asked = [(f"lease:{owner:x}", b"GET") for owner in owners]
+        return [it or None for it in self._ask(asked, lambda wire: bytes(buffer[: wire.payload(buffer) or 0]))]
 
-        def read(wire: Wire) -> bytes:
-            size = wire.payload(buffer)
-            return b"" if size is None else bytes(buffer[:size])
-
-        return [token or None for token in self._ask([(f"lease:{owner:x}", b"GET") for owner in owners], read)]
-
-    def take(self, owner: int) -> bool:
-        """Whether this process gives the owner's slots from now on for LEASE_S: no other does."""
-        words = (b"SET", self.token, b"NX", b"PX", b"%d" % (int(1000 * LEASE_S)))
-        return self._ask([(f"lease:{owner:x}", *words)], Wire.done) == [True]
-
-    def go_on(self, owners: Sequence[int]) -> None:
-        """For LEASE_S from now on; this process holds them. StorageError: one has ended meanwhile."""
-        words = (b"PEXPIRE", b"%d" % (int(1000 * LEASE_S)))
-        if {*self._ask([(f"lease:{owner:x}", *words) for owner in owners], Wire.number)} - {1}:
-            raise StorageError("a lease in the Redis of this store could not be renewed")
+    def hold(self, owners: Sequence[int]) -> tuple[set[int], bool]:
+        """Of these owners, those whose slots this process gives from now on for LEASE_S, and no other does; and whether
+        one of them was nobody's until now. StorageError: it is not known whose they are."""
+        words = (b"SET", self.token, b"NX", b"PX", _LEASE)
+        taken = self._ask([(f"lease:{owner:x}", *words) for owner in owners], Wire.done)
+        holders = dict(zip(owners, self.holders(owners), strict=True))
+        mine = {owner for owner, holder in holders.items() if holder == self.token}
+        held = self._ask([(f"lease:{owner:x}", b"PEXPIRE", _LEASE) for owner in mine], Wire.number)
+        if None in holders.values() or {*held} - {1}:
+            raise StorageError("the Redis of this store neither gives a lease nor says whose it is")
+        return mine, True in taken
 
     def let_go(self, owners: Sequence[int]) -> None:
-        self._ask([(f"lease:{owner:x}", b"DEL") for owner in owners], Wire.number)
+        self._ask([(f"lease:{owner:x}", b"DEL") for owner in self.hold(owners)[0]], Wire.number)
 
-    def news(self, kind: str, owners: Sequence[int]) -> Iterator[list[Placed]]:
-        """All that others have told of these owners' slots that are `gone`, or `used` (which says no object), in parts.
-        A part is forgotten when the next is asked for."""
-        keys = [f"{kind}:{owner:x}" for owner in owners]
+    def used(self, owners: Iterable[int]) -> Iterator[list[Slot]]:
+        """The slots of these owners that others have used, in parts. A part is forgotten when the next is asked for."""
+        keys = [f"used:{owner:x}" for owner in owners]
         while keys:
             told = self._ask([(key, b"LRANGE", b"0", b"%d" % (_TOGETHER - 1)) for key in keys], Wire.texts)
-            heard = [(unpacked(it[: _SLOT.size]), it[_SLOT.size :]) for some in told for it in some or ()]
-            yield [(it[:32], it[32:].decode("ascii", "replace"), slot) for slot, it in heard if slot]
+            yield [slot for some in told for it in some or () if (slot := unpacked(it)) is not None]
             lengths = [(key, len(some)) for key, some in zip(keys, told, strict=True) if some]
             self._ask([(key, b"LTRIM", b"%d" % length, b"-1") for key, length in lengths], Wire.done)
             keys = [key for key, length in lengths if length == _TOGETHER]

@@ -31,7 +31,6 @@ BLOCK_BYTES = 4096
 _PLACE_BITS = 12
 MOST_PLACES = 1 << _PLACE_BITS  # slots of a file
 NUMBER_BITS = 48  # of a file
-MOST_SLOT_BYTES = 1 << 40
 _MAGIC, _FORMAT = b"kvarve3s", 2
 _BEFORE = struct.Struct("<8s2I32s4Q16s")
 _CHECK = struct.Struct("<Q24x")
@@ -72,7 +71,7 @@ class Slot(NamedTuple):
 
 
 class Title(NamedTuple):
-    """The object that a header names."""
+    """The object in a slot, as its header names it."""
 
     label: bytes  # a hash of it
     name: str
@@ -106,7 +105,7 @@ def extent_of(name: str) -> Extent | None:
 
 
 def can_be(extent: Extent) -> bool:
-    size_fits = 0 < extent.slot_bytes <= MOST_SLOT_BYTES and not extent.slot_bytes % BLOCK_BYTES
+    size_fits = 0 < extent.slot_bytes < 1 << 40 and not extent.slot_bytes % BLOCK_BYTES
     return size_fits and 0 < extent.places <= MOST_PLACES and extent.number < 1 << NUMBER_BITS
 
 

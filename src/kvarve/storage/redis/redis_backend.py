@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from kvarve.errors import ConfigError
 from kvarve.storage.base import Storage, check_settings
@@ -14,7 +15,7 @@ _TLS = ("tls_ca", "tls_cert", "tls_key")
 
 class RedisBackend(Backend):
     example = "redis://10.0.0.1:6379/0?ttl=7d"
-    parameters = frozenset({"ttl", "cluster", *_TLS})
+    parameters = frozenset({"ttl", "cluster", "user", "password_file", *_TLS})
     secrets = True
     shared = True
     managed_by = "the server itself: see redis-cli"
@@ -35,8 +36,11 @@ def read_settings(url: StorageUrl) -> Settings:
         raise ConfigError(f"{url.text}: cluster must be yes or no, not {cluster!r}")
     if (wrong := next((name for name in _TLS if name in given), None)) and not tls:
         raise ConfigError(f"{url.text}: {wrong} needs rediss://, which encrypts")
-    if url.user is not None and url.password is None:
-        raise ConfigError(f"{url.text}: a user needs a password, as in redis://user:password@host")
+    user, file = given.get("user", url.user), given.get("password_file")
+    if user is not None and url.password is None and file is None:
+        raise ConfigError(f"{url.text}: a user needs a password, as in redis://user:password@host, or a password_file")
+    if file is not None and (url.password is not None or not Path(file).is_absolute()):
+        raise ConfigError(f"{url.text}: password_file must be the absolute path of a file, and the only password")
     ttl_s = url.seconds("ttl")
     if ttl_s == 0:
         raise ConfigError(f"{url.text}: ttl must be above zero, such as 7d")
@@ -58,8 +62,9 @@ def read_settings(url: StorageUrl) -> Settings:
         port,
         socket,
         database,
-        url.user,
+        user,
         url.password,
+        file,
         cluster == "yes",
         tls,
         given.get("tls_ca"),

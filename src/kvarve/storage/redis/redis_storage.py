@@ -10,7 +10,7 @@ has failed.
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from kvarve.storage.redis.servers import Servers, Settings
 from kvarve.storage.redis.wire import Refused, Wire, command
 
 AHEAD_BYTES = 8 << 20  # of payloads that were asked for and not read yet
-_DELETED = 1000  # names of one round of a drop
+_PAGE = 1000  # keys that the server looks at for one answer
 _ELSEWHERE = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN")  # another server has the key, or none now
 T = TypeVar("T")
 
@@ -94,18 +94,12 @@ class RedisStorage(Storage):
         self._require_open()
         pattern = self._prefix + (b"*" if group is None else group.encode() + b"-*")
         count, refused = 0, list[Refused]()
-        for server in self._servers.all():
-            cursor = b"0"
-            while True:
-                with self._servers.wire(server) as wire:
-                    wire.send([command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _DELETED)])
-                    cursor, keys = wire.page()
-                    wire.send([b"".join(command(b"UNLINK", key) for key in keys)])
-                    answers = [self._answer(wire.number) for _ in keys]
-                count += sum(answer for answer in answers if isinstance(answer, int))
-                refused += [answer for answer in answers if isinstance(answer, Refused)]
-                if cursor == b"0":
-                    break
+        for server, keys in self._keys(pattern):
+            with self._servers.wire(server) as wire:
+                wire.send([b"".join(command(b"UNLINK", key) for key in keys)])
+                answers = [self._answer(wire.number) for _ in keys]
+            count += sum(answer for answer in answers if isinstance(answer, int))
+            refused += [answer for answer in answers if isinstance(answer, Refused)]
         if refused:
             raise StorageError(f"{refused[0]}: removed {count} objects, and {len(refused)} are still there")
         return count
@@ -132,6 +126,16 @@ class RedisStorage(Storage):
 
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()
+
+    def _keys(self, pattern: bytes) -> Iterator[tuple[int, list[bytes]]]:
+        """Keys, in parts, and the server that has them."""
+        for server in self._servers.all():
+            cursor: bytes | None = None
+            while cursor != b"0":
+                with self._servers.wire(server) as wire:
+                    wire.send([command(b"SCAN", cursor or b"0", b"MATCH", pattern, b"COUNT", b"%d" % _PAGE)])
+                    cursor, keys = wire.page()
+                yield server, keys
 
     def _require_open(self) -> None:
         if self._servers.closed or os.getpid() != self._pid:

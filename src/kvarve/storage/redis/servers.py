@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from kvarve.errors import ConfigError, StorageError
@@ -12,6 +13,7 @@ from kvarve.storage.base import left_s
 from kvarve.storage.redis.wire import Wire
 
 CONNECT_S = 2.0  # for a connection, and for each step of its handshake
+_PASSWORD_BYTES = 4096  # at most
 CALL_S = 30.0  # for a call whose caller has not said how long it waits
 
 
@@ -26,12 +28,21 @@ class Settings:
     database: int = 0
     user: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
+    password_file: str | None = None
     cluster: bool = False
     tls: bool = False
     tls_ca: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     ttl_s: float | None = None
+
+
+def _password(file: str) -> str:
+    try:
+        with Path(file).open("rb") as opened:
+            return opened.read(_PASSWORD_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"{file}: the password of a Redis cannot be read: {error}") from error
 
 
 def library() -> Any:
@@ -175,7 +186,7 @@ class Servers:
         settings = self._settings
         options: dict[str, Any] = {
             "username": settings.user,
-            "password": settings.password,
+            "password": settings.password if settings.password_file is None else _password(settings.password_file),
             "socket_timeout": CONNECT_S,
             "socket_connect_timeout": CONNECT_S,
             "protocol": 2,
