@@ -25,6 +25,8 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
+from kvarve.pages.pools import Tier
+
 KINDS = {
     "FULL": (Kind.FULL,),
     "FULL+SWA": (Kind.FULL, Kind.SWA),
@@ -89,7 +91,9 @@ class Failed(Exception):
 class Engine(UnifiedRadixCacheFixtures):
     """One rank's cache, and what its scheduler does with it for one request after the other."""
 
-    def __init__(self, kind: str, page: int, *, core: str = "python", group: Any = None, **extra: Any) -> None:
+    def __init__(
+        self, kind: str, page: int, *, core: str = "python", group: Any = None, paged: bool = True, **extra: Any
+    ) -> None:
         self.kind, self.cfg, self.page = kind, config(kind, page), page
         _, self.allocator, self.requests = build_fixture(self.cfg)
         kv: Any = self.allocator.get_kvcache()
@@ -106,7 +110,9 @@ class Engine(UnifiedRadixCacheFixtures):
                 index_head_dim=128,
                 kv_cache_dim=192,
             )
-        if kind == "DSA" or (page > 1 and not self.cfg.has_swa):  # as a server has it; the fixtures' has no pages
+        if kind == "DSA" or (
+            page > 1 and paged and not self.cfg.has_swa
+        ):  # as a server has it; the fixtures' has no pages
             sizes = self.cfg.kv_size, page, torch.bfloat16, "cpu", kv, False
             self.allocator = PagedTokenToKVPoolAllocator(*sizes)
         built = build_fixture(self.cfg)[0].cache_init_params
@@ -158,7 +164,8 @@ class Engine(UnifiedRadixCacheFixtures):
         return found
 
     def content(self, pool: str, name: str) -> Callable[[int], bytes]:
-        return hashlib.shake_128(f"{pool} {name} {get_parallel().attn_tp_rank}".encode()).digest
+        rank = 0 if self.kind == "DSA" else get_parallel().attn_tp_rank  # latents are the same on all
+        return hashlib.shake_128(f"{pool} {name} {rank}".encode()).digest
 
     def _window(self, slots: torch.Tensor) -> list[int]:
         found = self.allocator.full_to_swa_index_mapping[slots[:: self.page]].tolist()
@@ -212,6 +219,12 @@ class Engine(UnifiedRadixCacheFixtures):
             self.requests.free_mamba_cache(req)
         self.requests.free(req)
 
+    def end_unused(self, req: Any, slots: torch.Tensor) -> None:
+        """A request ends without its forward, and its slots are free."""
+        self.end(req)
+        if len(slots):
+            self.allocator.free(slots)
+
     def load(self, req: Any, match: Any) -> int:
         """SGLang names slots for what was found: pages that are queued to be loaded."""
         if not match.host_hit_length:
@@ -243,7 +256,7 @@ class Engine(UnifiedRadixCacheFixtures):
                 for layer in range(self.cfg.num_layers):
                     self.linker.layer_done_counter.wait_until(layer)
                 if self.cache.finish_external_linker_loads([req]):
-                    self.allocator.free(slots[match.device_prefix_len :])
+                    self.end_unused(req, slots[match.device_prefix_len :])
                     raise Failed(req.discard_output_reason.message)
                 loaded = int(req.kv.mamba_pool_idx) if self.cfg.has_mamba else None
                 self.check(names[:here], slots, loaded)
@@ -274,10 +287,46 @@ class Engine(UnifiedRadixCacheFixtures):
         if self.states is not None and result.mamba_exist:
             self.states.free(params.mamba_value)
 
+    def wait(self, tokens: Sequence[int], pages: int) -> tuple[Any, Any]:
+        """A request that waits, and is looked up in every round, until so many pages are found for it."""
+        req, match = self.begin(tokens)
+        while match.host_hit_length < pages * self.page:
+            self.linker.worker.wait(1.0)
+            match = self.match(req, tokens)
+        return req, match
+
     # --- around it
+
+    def drain(self) -> None:
+        """Until no copy is in flight, and none is due; other ranks may have others."""
+        self.settle()
+        while not self.linker.scheduler.core.idle():
+            self.linker.worker.wait(1.0)
+            self.linker._turn()
+
+    def drop_host(self) -> None:
+        """kvarve's host memory has nothing any more."""
+        self.drain()
+        self.linker.scheduler.core.flush((Tier.HOST,))
+
+    def drop_host_unheld(self) -> None:
+        """The same of what nothing pins."""
+        self.linker.scheduler.core.flush((Tier.HOST,))
+
+    def page_keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """The keys of a prompt's pages, as kvarve has them."""
+        keys = self.linker.planner._prompt(bytes.fromhex("".join(self.names(tokens)))).keys
+        return [keys[at : at + 32] for at in range(0, len(keys), 32)]
+
+    def attach(self, storage: Any) -> None:
+        change = self.linker.worker.attach(storage)
+        while not change.made.done():
+            self.cache.check_hicache_events()
+        change.made.result()
 
     def settle(self) -> None:
         """Until no offload is pending; a copy in flight is waited for."""
+        self.cache.check_hicache_events()
         while self.cache.linker.pending_offloads:
             self.linker.worker.wait(1.0)
             self.cache.check_hicache_events()
@@ -327,3 +376,6 @@ def prompt(pages: int, page: int, seed: int = 1, *, after: Sequence[int] = ()) -
     """Tokens of whole pages, others for each seed."""
     start = len(after)
     return [*after, *range(seed * 100_000 + start, seed * 100_000 + pages * page)]
+
+
+MakeEngine = Callable[..., Engine]
