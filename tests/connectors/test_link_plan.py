@@ -14,6 +14,7 @@ from kvarve.connectors.sglang import link_plan
 from kvarve.connectors.sglang.link_plan import FORGET_S, PROMISES, Chain, LinkPlanner
 from kvarve.connectors.vllm.block_plan import Group
 from kvarve.core.copies.effects import Copy
+from kvarve.core.core_config import Slots
 from kvarve.core.policies import Policies
 from kvarve.pages.boundaries import members, needed
 from kvarve.pages.keys import KEY_BYTES
@@ -35,7 +36,7 @@ class Linker:
         pools = tuple(PoolSpec(name, (BufferSpec("b", (64,), "uint8"),), back) for name, back in POOLS.items())
         identity = ModelIdentity("test", "weights", "float32", PAGE, PAGE, pools)
         config = CacheConfig(0, 1 << 20, policies=Policies(**policies))
-        slots = {Tier.HOST: tuple(host for _ in pools)}
+        slots: Slots = {Tier.HOST: tuple(host for _ in pools)}
         self.scheduler = CacheScheduler(identity, config, slots, storage=storage is not None)
         self.planner, self.now = LinkPlanner(self.scheduler), 1.0
         groups = [Group(at, name, PAGE, back) for at, (name, back) in enumerate(POOLS.items())]
@@ -47,7 +48,8 @@ class Linker:
     def turn(self, ended: bool = True) -> None:
         """One turn in which all copies that are due end, or none."""
         events = [self.worker.end(op) for op in self.worker.due()] if ended else []
-        self.worker.do(SimpleNamespace(orders=self.planner.step(Report(events), self.now)))  # type: ignore[arg-type]
+        plan: Any = SimpleNamespace(orders=self.planner.step(Report(events), self.now))
+        self.worker.do(plan)
 
     def blocks(self, pages: int, of: Any) -> dict[int, int]:
         found = {}

@@ -113,7 +113,7 @@ def _check(server_args: Any, params: Any) -> None:
         if size > 1:
             raise ConfigError(f"{what} must be 1, as SGLang asks one stage alone what it may load, got {size}")
     if params.mtp_draft_device_pools or params.sidecar_draft_device_pools or params.mtp_draft_mamba_pools:
-        raise ConfigError("kvarve's linker does not keep the KV of draft models: start without speculative decoding")
+        raise ConfigError("kvarve's linker cannot keep the KV of draft models: start without speculative decoding")
     if getattr(server_args, "enable_int8_mamba_checkpoint", False):
         raise ConfigError("kvarve's linker cannot keep int8 checkpoints of states: unset enable_int8_mamba_checkpoint")
     if params.page_size > 1:
