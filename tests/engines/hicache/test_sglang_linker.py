@@ -1,10 +1,12 @@
 """Pages come back from kvarve's host memory and storage into SGLang's slots, as they were offloaded."""
 
+from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
-from linker_bed import KINDS, Engine, MakeEngine, prompt
+from linker_bed import KINDS, Engine, Failed, MakeEngine, prompt
 from sglang_engines import long
 
 MIXES = [kind for kind in KINDS if kind != "DSA"]
@@ -25,6 +27,15 @@ def test_what_left_the_device_is_restored(make_engine: MakeEngine, kind: str, pa
     longer = prompt(8, page, 2, after=asked)
     assert engine.serve(longer) == (0, 5, 3)
     engine.audit()
+
+
+@pytest.mark.parametrize("kind", MIXES)
+def test_each_buffer_is_of_the_layer_that_waits_for_it(make_engine: MakeEngine, kind: str) -> None:
+    engine = make_engine(kind, 16)
+    found = {name.value: {it.layer for it in arena.pool.buffers} for name, arena in engine.linker.pools.items()}
+    full, others = {*engine.cfg.full_attention_layer_ids}, {*engine.cfg.non_full_layer_ids}
+    layers = {"kv": full | others if kind == "FULL" else full, "swa": others, "mamba": others}
+    assert found == {name: layers[name] for name in engine.pools}
 
 
 @pytest.mark.parametrize("kind", MIXES)
@@ -133,4 +144,56 @@ def test_only_the_last_lookups_hold_pages(make_engine: MakeEngine) -> None:
         engine.end_unused(req, engine.cache.prefix_device_indices(req))
     engine.linker.reset()
     assert leases(engine) == 0
+    engine.audit()
+
+
+def test_a_forward_reads_its_first_layers_while_the_last_ones_are_copied(make_engine: MakeEngine) -> None:
+    engine = make_engine("FULL", 16)
+    asked = prompt(4, 16)
+    engine.serve(asked)
+    engine.forget()
+    copies, go_on, calls = engine.linker.worker.transfers._copies, Event(), count()
+    move = copies._move
+
+    def slow(*given: Any) -> None:
+        if next(calls) == 4:  # keys and values of two layers have been copied
+            assert go_on.wait(30)
+        move(*given)
+
+    copies._move = slow
+    counter, pages = engine.linker.layer_done_counter, engine.pools["kv"].rows
+
+    def first_layers() -> None:
+        counter.wait_until(0)
+        counter.wait_until(1)
+        slots = engine.cache.prefix_device_indices(req)[::16] // 16
+        assert all((pages[layer][slots] != 0).any() for layer in (0, 1))
+        assert all((pages[layer][slots] == 0).all() for layer in (2, 3))
+        go_on.set()
+
+    for tensor in pages:
+        tensor.zero_()
+    req, match = engine.begin(asked)
+    assert engine.run(req, match, asked, first_layers) == (0, 4, 0)
+    engine.audit()
+
+
+@pytest.mark.parametrize("call", [0, 5])
+def test_a_copy_that_fails_aborts_its_requests_and_the_next_load_is_whole(make_engine: MakeEngine, call: int) -> None:
+    engine = make_engine("FULL", 16)
+    asked = prompt(4, 16)
+    engine.serve(asked)
+    engine.forget()
+    copies, calls = engine.linker.worker.transfers._copies, count()
+    move = copies._move
+
+    def fails(*given: Any) -> None:
+        if next(calls) == call:
+            raise OSError("no such copy")
+        move(*given)
+
+    copies._move = fails
+    with pytest.raises(Failed):
+        engine.serve(asked)
+    assert engine.serve(asked) == (0, 4, 0)
     engine.audit()

@@ -11,7 +11,7 @@ from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage, Rule
 
 PAGE = 16
-RULES = [Rule("raise", probability=0.02)] + [Rule(it, probability=0.02) for it in ("lose", "flip", "truncate", "swap")]
+RULES = [Rule("raise", probability=0.02)] + [Rule(it, probability=0.02) for it in ("lose", "flip", "truncate")]
 
 
 class Life:

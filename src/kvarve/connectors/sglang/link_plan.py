@@ -74,6 +74,11 @@ class _Batch:
     leases: list[tuple[Lease, int]] = field(default_factory=list)  # and the boundary of each
     landed: bool | None = None  # None: copies still write to the device
 
+    @property
+    def verified(self) -> bool:
+        """Whether all its pages have passed their check."""
+        return all(lease.ready and lease.boundary == boundary for lease, boundary in self.leases)
+
 
 class LinkPlanner:
     """Plans for one rank; called by its engine's scheduler, in its thread."""
@@ -163,6 +168,11 @@ class LinkPlanner:
         """Whether a load waits for `start`."""
         return bool(self._queued)
 
+    def coming(self, index: int) -> bool:
+        """Whether a batch has ended, or its pages have passed their check and are being copied layer by layer."""
+        batch = self._batches.get(index)
+        return batch is None or batch.landed is not None or batch.verified
+
     def landed(self, index: int) -> bool | None:
         """Whether all pages of a batch have come; None while copies may still write to the device."""
         batch = self._batches.get(index)
@@ -228,7 +238,7 @@ class LinkPlanner:
         writing = {id(op.lease) for op in self._scheduler.core.copies.ops.values() if Tier.DEVICE in op.edge}
         for batch in self._batches.values():
             if batch.landed is None and not any(id(lease) in writing for lease, _ in batch.leases):
-                batch.landed = all(lease.ready and lease.boundary == wanted for lease, wanted in batch.leases)
+                batch.landed = batch.verified and all(lease.offered == lease.arrived for lease, _ in batch.leases)
                 self.counts["failed_loads"] += 0 if batch.landed else len(batch.leases)
                 for lease, _ in batch.leases:
                     self._scheduler.close(lease)

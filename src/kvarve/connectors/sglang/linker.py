@@ -28,7 +28,7 @@ from kvarve.cache.worker import CacheWorker
 from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.sglang.hicache_storage import SameWeights, numerics, weights_of
 from kvarve.connectors.sglang.link_plan import NAME_WORDS, Chain, LinkPlanner
-from kvarve.errors import ConfigError
+from kvarve.errors import Broken, ConfigError
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.pages.blocks import NULL_BLOCK
 from kvarve.pages.keys import KEY_BYTES
@@ -79,6 +79,8 @@ def _layers(params: Any, components: set[ComponentType]) -> dict[PoolName, Layer
     page = params.page_size
     kv, found = _known(params.token_to_kv_pool_allocator.get_kvcache()), dict[PoolName, Layers]()
     full = getattr(kv, "full_kv_pool", kv)
+    if (ComponentType.SWA in components) != hasattr(kv, "swa_kv_pool"):
+        raise ConfigError("windows must be matched with prompts, or their KV is not restored: use HiCache instead")
     if ComponentType.SWA in components:
         places: dict[bool, dict[int, int]] = {True: {}, False: {}}
         for layer, (place, in_window) in kv.layers_mapping.items():
@@ -93,7 +95,9 @@ def _layers(params: Any, components: set[ComponentType]) -> dict[PoolName, Layer
         pool = _known(params.req_to_token_pool.mamba_pool)
         if getattr(pool, "replayssm_write_pos", None) is not None:
             raise ConfigError("kvarve's linker cannot keep states that are replayed: start without linear replayssm")
-        parts = [pool.mamba_cache.temporal, *pool.mamba_cache.conv]
+        if beside := [type(each).__name__ for each in pool._slot_siblings]:
+            raise ConfigError(f"kvarve's linker cannot keep what is beside states ({', '.join(beside)}): use HiCache")
+        parts = [part for part in (pool.mamba_cache.temporal, *pool.mamba_cache.conv) if part.numel()]
         places_of = params.req_to_token_pool.mamba_map
         found[PoolName.MAMBA] = {layer: [part[place] for part in parts] for layer, place in places_of.items()}
     return found
@@ -127,7 +131,7 @@ def _check(server_args: Any, params: Any) -> None:
 
 
 class Counter:
-    """What SGLang's pools ask in the forward: each layer waits until all pages of its batch have come."""
+    """What SGLang's pools ask in the forward: each layer waits for its part of the batch's pages."""
 
     def __init__(self, linker: "KvarveLinker") -> None:
         self._linker, self.consumer_index = linker, -1
@@ -136,9 +140,8 @@ class Counter:
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        del layer  # whole pages are copied
         if self.consumer_index >= 0:
-            self._linker.landed(self.consumer_index)
+            self._linker.wait_for(self.consumer_index, layer)
 
 
 class KvarveLinker(UnifiedCacheLinker):
@@ -186,6 +189,7 @@ class KvarveLinker(UnifiedCacheLinker):
             rank=parallel.attn_tp_rank,
             blocks=arenas,
         )
+        self.worker.transfers.layerwise = True
         attached = self.worker.attached
         self.scheduler = CacheScheduler(
             identity,
@@ -244,15 +248,21 @@ class KvarveLinker(UnifiedCacheLinker):
         self._turn()
         return self._batches
 
-    def landed(self, index: int) -> bool:
-        """Wait until no copy of a batch writes to SGLang's slots; whether all its pages have come."""
-        while (landed := self.planner.landed(index)) is None:
+    def wait_for(self, index: int, layer: int) -> None:
+        """Wait until a layer of a batch's pages is in place, or its load has failed."""
+        while not self.planner.coming(index):
             self.worker.wait(TURN_S)
             self._turn()
-        return landed
+        for arrival in self.worker.transfers.arrivals():
+            try:
+                arrival.wait(layer)
+            except Broken as e:  # `finish_layer_wise_loading` tells it: the forward runs on
+                log.error("%s", e)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        landed = self.landed(counter_index)
+        while (landed := self.planner.landed(counter_index)) is None:
+            self.worker.wait(TURN_S)
+            self._turn()
         self.planner.finished(counter_index)
         return landed
 

@@ -9,7 +9,7 @@ and sizes. Blocks that a copy uses are the engine's again when `released` names 
 from collections.abc import Mapping, Sequence
 
 from kvarve.core.context import Context
-from kvarve.core.copies.effects import Release
+from kvarve.core.copies.effects import Ended, Release
 from kvarve.core.copies.in_flight import BACKUP, LOAD, Op, Part, PartOutcome, batches
 from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.requests.paths import Paths
@@ -189,8 +189,12 @@ class EngineBlocks(Resumption):
             for run, local in upward(op.run, bad):
                 self._residency.mark_bad(run, self._hosts[part.pool], local)
 
-    def _copied(self, op: Op) -> None:
-        """The pages are in the engine's blocks, and none in the slots of kvarve."""
+    def load_ended(self, op: Op, end: Ended, waited: bool) -> None:
+        if op.verified is None:
+            super().load_ended(op, end, waited)
+        elif op.lease is not None:  # it is ready, and the engine waits for each layer: some may not have come after all
+            for part, good, _ in op.outcomes(end):
+                op.lease.arrived[part.pool] &= good | ~part.positions
 
     def backed_up(self, op: Op, outcomes: list[PartOutcome]) -> None:
         if op.lease is None:
