@@ -310,10 +310,12 @@ class HiCacheKvarve(HiCacheStorage):
 def _identity(settings: HiCacheSettings, model_name: str | None, ranks: Ranks) -> Identity:
     path = str(getattr(_server_args(), "model_path", None) or model_name or "")
     sizes = ranks.tp_size, ranks.pp_size, ranks.cp_size, ranks.replicated
-    return Identity(settings.model or path, weights_of(settings.weights, path), settings.numerics or numerics(), sizes)
+    return Identity(
+        settings.model or path, server_weights(settings.weights, path), settings.numerics or server_numerics(), sizes
+    )
 
 
-def weights_of(weights: str, path: str) -> str:
+def server_weights(weights: str, path: str) -> str:
     """A name for the weights that the server has loaded from `path`; `weights`: the operator's, or how to make one."""
     args = _server_args()
     if weights in ("", READ_ALL):
@@ -335,7 +337,7 @@ def weights_of(weights: str, path: str) -> str:
     return weights
 
 
-def numerics() -> str:
+def server_numerics() -> str:
     """What else of this server changes a page's last bits."""
     args = _server_args()
     return "; ".join(

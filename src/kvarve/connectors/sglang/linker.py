@@ -26,7 +26,7 @@ from sglang.srt.utils import get_device_module
 from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cache.worker import CacheWorker
 from kvarve.connectors.engine_settings import ConnectorSettings
-from kvarve.connectors.sglang.hicache_storage import SameWeights, numerics, weights_of
+from kvarve.connectors.sglang.hicache_storage import SameWeights, server_numerics, server_weights
 from kvarve.connectors.sglang.link_plan import NAME_WORDS, Chain, LinkPlanner
 from kvarve.errors import Broken, ConfigError
 from kvarve.memory.engine_arena import EngineArena
@@ -173,14 +173,14 @@ class KvarveLinker(UnifiedCacheLinker):
         width = max(self._page, NAME_WORDS)
         identity = ModelIdentity(
             architecture=f"sglang {type(kv).__name__}",
-            weights=weights_of(self.settings.weights, str(server_args.model_path)),
+            weights=server_weights(self.settings.weights, str(server_args.model_path)),
             dtype=str(layers[PoolName.KV][min(layers[PoolName.KV])][0].dtype).removeprefix("torch."),
             page_tokens=width,
             chunk_tokens=width,
             pools=tuple(arena.pool for arena in arenas),
             layout=f"{LAYOUT_FORMAT} of sglang: pages of {self._page}; {'; '.join(dict.fromkeys(shapes))}",
             ranks=ranks,
-            numerics=numerics(),
+            numerics=server_numerics(),
         )
         self.worker = CacheWorker(
             identity,
