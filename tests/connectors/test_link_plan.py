@@ -165,7 +165,7 @@ def test_a_page_that_turns_out_damaged_fails_its_batch_and_is_not_found_again() 
     linker.planner.start(1)
     assert linker.landed(1) is False
     assert linker.lookup(chain(4)) == []
-    assert linker.planner.counts["failed_loads"] == 1
+    assert linker.planner.counts["loads failed"] == 1
 
 
 def test_offloads_end_in_their_order_and_one_waits_for_the_pages_that_it_rests_on() -> None:
@@ -184,7 +184,7 @@ def test_an_offload_without_its_parents_or_without_room_is_not_stored() -> None:
     linker = Linker(host=2)
     assert not linker.saved(chain(2, first=1), states=0b10)
     assert not linker.saved(chain(4), states=0b1000)
-    assert linker.planner.counts["not_stored"] == 2
+    assert linker.planner.counts["offloads not stored"] == 2
     linker.scheduler.audit()
 
 
@@ -192,7 +192,7 @@ def test_offloads_beyond_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(link_plan, "MOST_OFFLOADS", 2)
     linker = Linker()
     assert [linker.offload(chain(1, seed)) for seed in range(3)] == [True, True, False]
-    assert linker.planner.counts["refused"] == 1
+    assert linker.planner.counts["offloads refused"] == 1
 
 
 def test_pages_that_the_host_has_are_not_copied_again() -> None:

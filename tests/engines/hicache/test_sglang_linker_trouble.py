@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from linker_bed import KINDS, Engine, Failed, MakeEngine, prompt
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from kvarve.connectors.sglang import link_plan
 from kvarve.errors import ConfigError
@@ -60,7 +62,7 @@ def test_a_page_that_is_damaged_in_host_memory_aborts_its_request_and_is_not_off
     with pytest.raises(Failed, match="load failed"):
         engine.serve(asked)
     engine.audit()
-    assert engine.linker.planner.counts["failed_loads"] == 1
+    assert engine.linker.planner.counts["loads failed"] == 1
     assert engine.serve(asked).restored == 0
     engine.settle()
     engine.forget()
@@ -124,11 +126,29 @@ def test_an_offload_beyond_the_bound_is_refused_and_offered_again(
     monkeypatch.setattr(link_plan, "MOST_OFFLOADS", 0)
     engine.serve(prompt(4, 16))
     assert not engine.cache.linker.pending_offloads
-    assert engine.linker.planner.counts["refused"] == 1
+    assert engine.linker.planner.counts["offloads refused"] == 1
     monkeypatch.undo()
     assert engine.serve(prompt(4, 16)) == (4, 0, 0)
     engine.forget()
     assert engine.serve(prompt(4, 16)) == (0, 4, 0)
+
+
+def test_a_window_page_without_a_slot_is_not_saved(make_engine: MakeEngine) -> None:
+    engine = make_engine("FULL+SWA", 16)
+    names, slots = engine.names(prompt(2, 16)), torch.arange(16, 48)
+    given = [PoolTransfer(PoolName.KV, keys=names, device_indices=slots)]
+    given += [PoolTransfer(PoolName.SWA, keys=names, device_indices=torch.zeros_like(slots))]
+    assert engine.linker.offload(given)
+    while not engine.linker.num_completed_offloads():
+        engine.linker.worker.wait(1.0)
+    engine.linker.pop_completed_offload()
+    assert engine.linker.lookup("r", given) == []
+    given[1].device_indices = slots
+    engine.linker.offload(given)
+    while not engine.linker.num_completed_offloads():
+        engine.linker.worker.wait(1.0)
+    assert engine.linker.pop_completed_offload()
+    assert engine.linker.lookup("r", given) == [1, 2]
 
 
 def test_a_host_that_is_too_small_keeps_what_it_can(make_engine: MakeEngine) -> None:

@@ -188,7 +188,7 @@ class LinkPlanner:
         """Save pages of a sequence from the engine's blocks, which keep them until the offload is `popped`; those that
         the host has already are not copied. False: too many have not ended, and this one is not queued."""
         if len(self._offloads) >= MOST_OFFLOADS:
-            self.counts["refused"] += 1
+            self.counts["offloads refused"] += 1
             return False
         self._offloads.append(_Offload(chain, pages))
         return True
@@ -239,7 +239,7 @@ class LinkPlanner:
         for batch in self._batches.values():
             if batch.landed is None and not any(id(lease) in writing for lease, _ in batch.leases):
                 batch.landed = batch.verified and all(lease.offered == lease.arrived for lease, _ in batch.leases)
-                self.counts["failed_loads"] += 0 if batch.landed else len(batch.leases)
+                self.counts["loads" if batch.landed else "loads failed"] += len(batch.leases)
                 for lease, _ in batch.leases:
                     self._scheduler.close(lease)
         self._advance(writing)
@@ -254,7 +254,7 @@ class LinkPlanner:
         for each in self._offloads:
             if each.lease is not None and id(each.lease) not in writing:
                 each.stored = self._stored(each)
-                self.counts["stored" if each.stored else "not_stored"] += 1
+                self.counts[f"offloads {'' if each.stored else 'not '}stored"] += 1
                 self._scheduler.close(each.lease)
                 each.lease = None
             elif each.stored is None and each.lease is None and not self._save(each, first):

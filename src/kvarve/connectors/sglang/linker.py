@@ -303,6 +303,8 @@ class KvarveLinker(UnifiedCacheLinker):
         self.reset()
         self._turn()
         self.worker.close(CLOSING_S, CLOSE_S, up=self.worker.up)
+        if told := ", ".join(f"{count:,} {what}" for what, count in sorted(self.planner.counts.items()) if count):
+            log.info("kvarve's linker: %s", told)
 
     def _turn(self) -> None:
         """Take in what has ended, and carry out what is due."""
