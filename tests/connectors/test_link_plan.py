@@ -13,7 +13,7 @@ from kvarve.cache.scheduler import CacheScheduler
 from kvarve.connectors.sglang import link_plan
 from kvarve.connectors.sglang.link_plan import FORGET_S, PROMISES, Chain, LinkPlanner
 from kvarve.connectors.vllm.block_plan import Group
-from kvarve.core.copies.effects import Copy
+from kvarve.core.copies.effects import Copy, Ended, Verified
 from kvarve.core.core_config import Slots
 from kvarve.core.policies import Policies
 from kvarve.pages.boundaries import members, needed
@@ -166,6 +166,23 @@ def test_a_page_that_turns_out_damaged_fails_its_batch_and_is_not_found_again() 
     assert linker.landed(1) is False
     assert linker.lookup(chain(4)) == []
     assert linker.planner.counts["loads failed"] == 1
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_a_batch_goes_on_once_its_pages_are_checked_and_has_landed_if_all_have_been_copied(came: bool) -> None:
+    linker = Linker()
+    linker.saved(chain(4), states=0b1000)
+    linker.lookup(chain(4))
+    assert linker.load(chain(4), 4) is not None
+    linker.planner.start(1)
+    linker.turn(ended=False)
+    ((op, copy),) = linker.worker.flying.items()
+    assert isinstance(copy, Copy) and not linker.planner.coming(1)
+    whole = (1 << len(copy.pages)) - 1
+    linker.planner.step(Report([Verified(op, whole)]), linker.now)
+    assert linker.planner.coming(1) and linker.planner.landed(1) is None
+    linker.planner.step(Report([Ended(op, whole if came else 0)]), linker.now)
+    assert linker.planner.landed(1) is came
 
 
 def test_offloads_end_in_their_order_and_one_waits_for_the_pages_that_it_rests_on() -> None:
