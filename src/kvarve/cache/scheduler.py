@@ -25,6 +25,7 @@ from kvarve.core.lease import Ask, Lease
 from kvarve.core.lease import Prompt as CorePrompt
 from kvarve.core.observe import headroom
 from kvarve.core.observe.headroom import Demand, pinned
+from kvarve.core.policies import MEMORY_ALONE
 from kvarve.core.requests.engine_blocks import EngineBlocks
 from kvarve.errors import ConfigError
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES, bind_to_chunk, heads, names, pack, root_key
@@ -163,6 +164,7 @@ class CacheScheduler:
         unix_s: float = 0.0,
         present: Sequence[int] = (),
         again: bool = False,
+        ask: bool = True,
     ) -> Lease:
         """Open a lease for a request that begins to wait: its pages in storage are prefetched. With `read` false it
         resumes from nothing; pages used at a high `priority` are evicted last, if eviction is by priority.
@@ -170,18 +172,18 @@ class CacheScheduler:
         With a `ticket` it waits for storage, if need be, until the ticket's time, but no longer than for a call that
         hangs; `unix_s` is the Unix time of the request, on all ranks the same. ConfigError for a ticket of another
         prompt, salt, model, layout or sharding. `present`: what an engine has of the prompt, as in `lookup`. `again`:
-        the request has had another lease for this prompt (see `Core.open`).
+        the request has had another lease for this prompt (see `Core.open`). Unless `ask`, storage is not asked for it.
         """
         known = tokens if isinstance(tokens, Prompt) else self.prompt(tokens, salt)
-        patience, expected = self.config.policies.patience(), (0, 0.0)
+        patience, expected = self.config.policies.patience() if ask else MEMORY_ALONE, (0, 0.0)
         if ticket is not None:
             self.check_ticket(ticket, known)
             coming_s = min(ticket.until_s - unix_s, self.config.policies.storage_deadline_s)
             patience = replace(patience, base_s=max(patience.base_s, coming_s))
             expected = ticket.boundary, max(0.0, coming_s)
         named = known.keys if ticket is not None else b""
-        ask = Ask(patience, read, priority, present, expected, again)
-        lease = self.core.open(CorePrompt(known.root, known.tokens, known.heads, named), self.now, ask)
+        asked = Ask(patience, read, priority, present, expected, again)
+        lease = self.core.open(CorePrompt(known.root, known.tokens, known.heads, named), self.now, asked)
         if not self.now:
             self._early.append(lease)
         return lease

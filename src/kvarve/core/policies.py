@@ -35,6 +35,7 @@ class Patience:
     base_s: float
     per_ki_token_s: float = 0.0
     each: bool = False
+    asks: bool = True  # else storage is not even asked: the request takes what is in memory
 
     def seconds(self, tokens: int) -> float:
         return self.base_s + self.per_ki_token_s * tokens / 1024
@@ -42,6 +43,7 @@ class Patience:
 
 BEST_EFFORT = Patience(0.0)
 WAIT_COMPLETE = Patience(inf, each=True)
+MEMORY_ALONE = Patience(0.0, asks=False)
 _PATIENCE = {"none": BEST_EFFORT, "all": WAIT_COMPLETE}
 # How people write three policies. A text beside the choices is one of theirs with other numbers.
 Write = Literal["through", "through:2", "back"] | str

@@ -19,6 +19,8 @@ else:
 
     sglang_on_cpu.prepare()
 
+    from linker_bed import Engine
+    from sglang.srt.runtime_context import get_parallel
     from sglang_engines import LAYOUTS, Fixtures
     from sglang_witness import Witness
 
@@ -37,3 +39,19 @@ def make(tmp_path: Path) -> Iterator["Callable[..., Fixtures]"]:
     for each in made:
         each.end()
     assert Witness.wrong == []
+
+
+@pytest.fixture
+def make_engine() -> Iterator["Callable[..., Engine]"]:
+    """Makes engines with kvarve's linker, on one rank; in the end they are closed."""
+    made: list[Engine] = []
+
+    def engine(kind: str, page: int, **extra: Any) -> Engine:
+        made.append(Engine(kind, page, **extra))
+        return made[-1]
+
+    alone = {f"{what}_{of}": of == "size" for what in ("tp", "attn_tp", "pp") for of in ("rank", "size")}
+    with get_parallel().override(**{name: int(value) for name, value in alone.items()}):
+        yield engine
+        for each in made:
+            each.close()

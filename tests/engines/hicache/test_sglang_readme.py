@@ -1,18 +1,21 @@
-"""README's command for SGLang: its own parser takes it, and a HiCache with these settings restores what it saved.
+"""The commands for SGLang in README and its page: its own parser takes them, and what was saved is restored so.
 
 A whole server needs a GPU. Only the model and the folder of the storage differ from what stands there.
 """
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
+from linker_bed import MakeEngine, prompt
 from sglang.srt.server_args import prepare_server_args
 from sglang_engines import KINDS, MakeFixtures
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from doc_blocks import command, stored_in
+from doc_blocks import ROOT, command, stored_in
 
 
 def test_the_command_of_readme_starts_a_hicache_that_restores_what_it_saved(make: MakeFixtures, tmp_path: Path) -> None:
@@ -29,3 +32,23 @@ def test_the_command_of_readme_starts_a_hicache_that_restores_what_it_saved(make
     fixtures.engine().produce(prompt)
     assert type(fixtures.engines[0].backend).__name__ == extra["class_name"]
     assert fixtures.engine().consume(prompt) == len(prompt)
+
+
+def test_the_command_of_the_linker_starts_one_that_restores_what_it_saved(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs/sglang.md").read_text()
+    blocks = re.findall(r"(?ms)^    python -m sglang.launch_server.*?$\n\n", page)
+    (block,) = [block for block in blocks if "external-linker" in block]
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}))
+    _, _, _, *words = shlex.split(block.replace("\\\n", " "))
+    words[words.index("--model-path") + 1] = str(tmp_path)
+    args = prepare_server_args([stored_in(word, tmp_path) for word in words])
+    assert args.enable_unified_cache_external_linker and args.unified_cache_external_linker_backend == "dynamic"
+    config = args.unified_cache_external_linker_config
+    extra = config.pop("linker_extra_config")
+    assert config == {"linker": "KvarveLinker", "linker_module_path": "kvarve.connectors.sglang.linker"}
+    engine = make_engine("FULL", 16, **extra | {"host_memory": "8MiB"})
+    engine.serve(asked := prompt(4, 16))
+    engine.forget()
+    assert engine.serve(asked) == (0, 4, 0)

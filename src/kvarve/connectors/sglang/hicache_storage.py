@@ -96,6 +96,23 @@ class _Updates:
         return f"of {_RUN}, {self.count} updates" if self.count else ""
 
 
+class SameWeights:
+    """Calls answer whether the weights are still those that the server had when this was made; it warns once."""
+
+    def __init__(self, until: str) -> None:
+        """`until`: what helps, for the log."""
+        self._until, self._told = until, False
+        self._version, self._count = _weight_version(), _updates.count
+
+    def __call__(self) -> bool:
+        if _weight_version() == self._version and _updates.count == self._count:
+            return True
+        if not self._told:
+            self._told = True
+            log.warning("the weights were updated: nothing is found or stored until %s", self._until)
+        return False
+
+
 class HiCacheKvarve(HiCacheStorage):
     """A storage backend for HiCache, of both interfaces. `kwargs`: SGLang's, of which none are used.
 
@@ -119,8 +136,7 @@ class HiCacheKvarve(HiCacheStorage):
         identity = _identity(settings, storage_config.model_name, ranks)
         label = identity.fingerprint()
         self._flat_kv = not extra.get("interface_v1")
-        self._weight_version, self._updates = _weight_version(), _updates.count
-        self._told_of_change = False
+        self._same_weights = SameWeights("the storage is attached anew")
         self._metrics = _Metrics(ranks.tp_rank) if storage_config.enable_storage_metrics else None
         seal = seal_of(settings.storage_key)
         self._objects = Objects(
@@ -290,21 +306,18 @@ class HiCacheKvarve(HiCacheStorage):
         if told := ", ".join(f"{count:,} {what}" for what, count in sorted(self.counts.items())):
             log.info("kvarve: %s", told)
 
-    def _same_weights(self) -> bool:
-        """Whether the weights are still those whose pages these are."""
-        if _weight_version() == self._weight_version and _updates.count == self._updates:
-            return True
-        if not self._told_of_change:
-            self._told_of_change = True
-            log.warning("the weights were updated: nothing is found or stored until the storage is attached anew")
-        return False
-
 
 def _identity(settings: HiCacheSettings, model_name: str | None, ranks: Ranks) -> Identity:
+    path = str(getattr(_server_args(), "model_path", None) or model_name or "")
+    sizes = ranks.tp_size, ranks.pp_size, ranks.cp_size, ranks.replicated
+    return Identity(
+        settings.model or path, server_weights(settings.weights, path), settings.numerics or server_numerics(), sizes
+    )
+
+
+def server_weights(weights: str, path: str) -> str:
+    """A name for the weights that the server has loaded from `path`; `weights`: the operator's, or how to make one."""
     args = _server_args()
-    path = str(getattr(args, "model_path", None) or model_name or "")
-    model = settings.model or path
-    weights = settings.weights
     if weights in ("", READ_ALL):
         if not _updates.known:
             raise ConfigError(
@@ -321,7 +334,13 @@ def _identity(settings: HiCacheSettings, model_name: str | None, ranks: Ranks) -
         weights += _updates.run
     if (version := _version()) is not None:
         weights += f" version {version}"
-    numerics = settings.numerics or "; ".join(
+    return weights
+
+
+def server_numerics() -> str:
+    """What else of this server changes a page's last bits."""
+    args = _server_args()
+    return "; ".join(
         [
             f"sglang {sglang.__version__}",
             f"torch {torch.__version__}",
@@ -329,7 +348,6 @@ def _identity(settings: HiCacheSettings, model_name: str | None, ranks: Ranks) -
             *(f"{name} {getattr(args, name)}" for name in _NUMERIC if getattr(args, name, None)),
         ]
     )
-    return Identity(model, weights, numerics, (ranks.tp_size, ranks.pp_size, ranks.cp_size, ranks.replicated))
 
 
 @cache

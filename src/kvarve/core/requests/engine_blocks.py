@@ -9,14 +9,14 @@ and sizes. Blocks that a copy uses are the engine's again when `released` names 
 from collections.abc import Mapping, Sequence
 
 from kvarve.core.context import Context
-from kvarve.core.copies.effects import Release
+from kvarve.core.copies.effects import Ended, Release
 from kvarve.core.copies.in_flight import BACKUP, LOAD, Op, Part, PartOutcome, batches
 from kvarve.core.lease import Cause, Lease, Phase
 from kvarve.core.requests.paths import Paths
 from kvarve.core.requests.prefetch import Prefetch
 from kvarve.core.requests.resume import Resumption
 from kvarve.core.tree.tree import upward
-from kvarve.pages.boundaries import chosen, deepest, leading, members, needed, of, ones, span
+from kvarve.pages.boundaries import chosen, deepest, leading, members, needed, of, ones, read_before, span, union
 from kvarve.pages.pools import Tier
 
 IN_HOST = (Tier.HOST,)
@@ -33,6 +33,25 @@ class EngineBlocks(Resumption):
         """The copies that have ended since the last call, with the blocks that are the engine's again."""
         released, self._released = self._released, []
         return released
+
+    def choices(self, lease: Lease) -> int:
+        """The boundaries (bits) beyond the engine's own pages at which a lease that is offered could resume from the
+        host. From now on it pins the pages of all of them, so that the engine may `choose` any."""
+        assert lease.phase is Phase.OFFERED
+        paths = self._paths
+        run, path, known = paths.find(lease.root, lease.tokens)
+        device, memory = paths.present(path, known, lease.outside)
+        legal = paths.legal(memory, lease) & ~ones(deepest(paths.legal(device, lease)) + 1)
+        short = union(read_before(legal, back) for back in paths.lookbacks if back is not None)
+        paths.hold(lease, run, short & ones(known), paths.ends(min(deepest(legal), known)), IN_HOST)
+        return legal
+
+    def choose(self, lease: Lease, boundary: int) -> None:
+        """Offer the pages of another one of a lease's `choices`, for `load`."""
+        assert lease.phase is Phase.OFFERED
+        lacks = zip(self._paths.lookbacks, lease.outside, strict=True)
+        lease.offered = [needed(boundary, back) & ~here for back, here in lacks]
+        self.growth.offer(lease, boundary)
 
     def load(self, lease: Lease, targets: Sequence[Mapping[int, int]]) -> None:
         """Copy the pages that a lease offers (`lease.offered`, by pool) into the engine's blocks: by pool, a handle for
@@ -99,14 +118,15 @@ class EngineBlocks(Resumption):
 
     def kept(self, lease: Lease, coming: bool = True) -> int:
         """The first pages of a lease's sequence that are in the host, or `coming` there, in all chains."""
-        kept = self._kept(lease) if coming else self._in_host(lease)
+        kept = self._kept(lease) if coming else self.in_host(lease)
         return self._reach(kept, [0] * len(self._pools), lease.pages)
 
     def _kept(self, lease: Lease) -> list[int]:
         """By pool, the positions that are in the host or being saved for this lease."""
-        return [here | saving for here, saving in zip(self._in_host(lease), self._saving(lease), strict=True)]
+        return [here | saving for here, saving in zip(self.in_host(lease), self._saving(lease), strict=True)]
 
-    def _in_host(self, lease: Lease) -> list[int]:
+    def in_host(self, lease: Lease) -> list[int]:
+        """By pool, the positions of a lease's sequence that are in the host."""
         _, path, known = self._paths.find(lease.root, lease.tokens)
         return self._paths.present(path, known)[1]
 
@@ -169,8 +189,12 @@ class EngineBlocks(Resumption):
             for run, local in upward(op.run, bad):
                 self._residency.mark_bad(run, self._hosts[part.pool], local)
 
-    def _copied(self, op: Op) -> None:
-        """The pages are in the engine's blocks, and none in the slots of kvarve."""
+    def load_ended(self, op: Op, end: Ended, waited: bool) -> None:
+        if op.verified is None:
+            super().load_ended(op, end, waited)
+        elif op.lease is not None:  # it is ready, and the engine waits for each layer: some may not have come after all
+            for part, good, _ in op.outcomes(end):
+                op.lease.arrived[part.pool] &= good | ~part.positions
 
     def backed_up(self, op: Op, outcomes: list[PartOutcome]) -> None:
         if op.lease is None:

@@ -95,7 +95,8 @@ class Prefetch:
     def ask(self, lease: Lease, boundary: int, memory: list[int]) -> bool:
         """Probe storage for pages beyond a boundary; False if there is no page to ask for. `memory`: by pool, which
         pages memory has, an engine's blocks included."""
-        parts = self._worth_asking(lease, boundary, self._kept(lease, memory)) if self._storage.attached else []
+        asks = self._storage.attached and lease.patience.asks
+        parts = self._worth_asking(lease, boundary, self._kept(lease, memory)) if asks else []
         if parts:
             missing = (lease.limit - boundary) * self._paths.page_tokens
             lease.move(Cause.PROBE)
@@ -433,6 +434,10 @@ class Prefetch:
             else:
                 held |= of(kept)
         self._paths.hold(lease, tail, held, prefix_pins)
+
+    def fetched_by(self, lease: Lease, other: Lease) -> None:
+        """What a lease finds in the host of its request's prompt came from storage by another lease."""
+        lease.fetched = [*other.fetched]
 
     def end(self, lease: Lease) -> None:
         """A lease waits for storage no longer: of what was fetched for it, that is late which is not in the tree."""

@@ -1,0 +1,351 @@
+"""kvarve right behind SGLang's device pools: host memory and storages, without HiCache. See docs/sglang.md.
+
+    python -m sglang.launch_server --model-path MODEL --enable-unified-cache-external-linker
+        --unified-cache-external-linker-backend dynamic --unified-cache-external-linker-config '{
+            "linker": "KvarveLinker", "linker_module_path": "kvarve.connectors.sglang.linker",
+            "linker_extra_config": {"host_memory": "64GiB"}}'
+
+SGLang makes a linker in each scheduler's process, and calls it in that one thread. `link_plan` decides; here are
+SGLang's words, pools and streams. The orders of each call are carried out within it, and only `finish`, the forward's
+wait for a layer, `reset` and `close` wait for copies.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker, UnifiedCacheLinkerWrapper
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import get_device_module
+
+from kvarve.cache.scheduler import CacheScheduler
+from kvarve.cache.worker import CacheWorker
+from kvarve.connectors.engine_settings import ConnectorSettings
+from kvarve.connectors.sglang.hicache_storage import SameWeights, server_numerics, server_weights
+from kvarve.connectors.sglang.link_plan import NAME_WORDS, Chain, LinkPlanner
+from kvarve.errors import Broken, ConfigError
+from kvarve.memory.engine_arena import EngineArena
+from kvarve.pages.blocks import NULL_BLOCK
+from kvarve.pages.keys import KEY_BYTES
+from kvarve.pages.pools import LAYOUT_FORMAT, BufferSpec, ModelIdentity, PoolSpec
+from kvarve.transfer.storage_connection import CLOSE_S
+
+log = logging.getLogger(__name__)
+
+WHERE = "linker_extra_config"
+CLOSING_S = 30.0
+SETTLE_S = 60.0  # for copies that use SGLang's slots, when it forgets what is in them
+TURN_S = 0.05  # between two looks at whether a copy has ended, at most
+
+# The pools whose tensors are all that a page has. One with scales beside them, say, would be restored in part.
+_KNOWN = ("MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool", "SWAKVPool", "HybridLinearKVPool", "MambaPool")
+Layers = dict[int, list[torch.Tensor]]  # by layer of the model: tensors whose first axis is a pool's pages
+
+
+# --- SGLang's pools
+
+
+def _known(pool: Any) -> Any:
+    if type(pool).__name__ not in _KNOWN:
+        raise ConfigError(
+            f"pool must be one of {', '.join(_KNOWN)}, got {type(pool).__name__}, whose pages kvarve's linker does not "
+            "know: use kvarve as HiCache's storage instead (docs/sglang.md)"
+        )
+    return pool
+
+
+def _by_page(slots: torch.Tensor, page: int) -> torch.Tensor:
+    return slots[: len(slots) // page * page].reshape(-1, page, *slots.shape[1:])
+
+
+def _attention(pool: Any, layers: dict[int, int], page: int) -> Layers:
+    """The tensors of an attention pool; `layers`: the model's layers and their places in the pool."""
+    latent = hasattr(_known(pool), "kv_buffer")
+    buffers = [pool.kv_buffer] if latent else [pool.k_buffer, pool.v_buffer]
+    index = getattr(pool, "index_k_with_scale_buffer", None)  # of DSA, by page: no transfer of SGLang's names them
+    return {
+        layer: [*(_by_page(buffer[i], page) for buffer in buffers), *([] if index is None else [index[i]])]
+        for layer, i in layers.items()
+    }
+
+
+def _layers(params: Any, components: set[ComponentType]) -> dict[PoolName, Layers]:
+    """The tensors of each pool."""
+    page = params.page_size
+    kv, found = _known(params.token_to_kv_pool_allocator.get_kvcache()), dict[PoolName, Layers]()
+    full = getattr(kv, "full_kv_pool", kv)
+    if (ComponentType.SWA in components) != hasattr(kv, "swa_kv_pool"):
+        raise ConfigError("windows must be matched with prompts, or their KV is not restored: use HiCache instead")
+    if ComponentType.SWA in components:
+        places: dict[bool, dict[int, int]] = {True: {}, False: {}}
+        for layer, (place, in_window) in kv.layers_mapping.items():
+            places[bool(in_window)][layer] = place
+        found[PoolName.KV] = _attention(full, places[False], page)
+        found[PoolName.SWA] = _attention(kv.swa_kv_pool, places[True], page)
+    else:
+        first = getattr(full, "start_layer", 0)
+        plain = {first + place: place for place in range(full.layer_num)}
+        found[PoolName.KV] = _attention(full, getattr(kv, "full_attention_layer_id_mapping", plain), page)
+    if ComponentType.MAMBA in components:
+        pool = _known(params.req_to_token_pool.mamba_pool)
+        if getattr(pool, "replayssm_write_pos", None) is not None:
+            raise ConfigError("kvarve's linker cannot keep states that are replayed: start without linear replayssm")
+        if beside := [type(each).__name__ for each in pool._slot_siblings]:
+            raise ConfigError(f"kvarve's linker cannot keep what is beside states ({', '.join(beside)}): use HiCache")
+        parts = [part for part in (pool.mamba_cache.temporal, *pool.mamba_cache.conv) if part.numel()]
+        places_of = params.req_to_token_pool.mamba_map
+        found[PoolName.MAMBA] = {layer: [part[place] for part in parts] for layer, place in places_of.items()}
+    return found
+
+
+def _arena(name: PoolName, layers: Layers, lookback: int | None, replicated: bool) -> EngineArena:
+    tensors = {f"layers.{layer}.{i}": part for layer, parts in sorted(layers.items()) for i, part in enumerate(parts)}
+    pages = min(map(len, tensors.values()))
+    tensors = {which: tensor[:pages] for which, tensor in tensors.items()}
+    buffers = [BufferSpec(which, (1, tensor[0].nbytes), "uint8") for which, tensor in tensors.items()]
+    return EngineArena(PoolSpec(name.value, tuple(buffers), lookback, replicated=replicated), tensors, pages)
+
+
+def _check(server_args: Any, params: Any) -> None:
+    """ConfigError for settings of the engine with which the linker cannot work."""
+    for what, size in (("pp_size", params.pp_size), ("attn_cp_size", params.attn_cp_size)):
+        if size > 1:
+            raise ConfigError(f"{what} must be 1, as SGLang asks one stage alone what it may load, got {size}")
+    if params.mtp_draft_device_pools or params.sidecar_draft_device_pools or params.mtp_draft_mamba_pools:
+        raise ConfigError("kvarve's linker cannot keep the KV of draft models: start without speculative decoding")
+    if getattr(server_args, "enable_int8_mamba_checkpoint", False):
+        raise ConfigError("kvarve's linker cannot keep int8 checkpoints of states: unset enable_int8_mamba_checkpoint")
+    if params.page_size > 1:
+        allocator = params.token_to_kv_pool_allocator
+        for each in (getattr(allocator, f"{name}attn_allocator", allocator) for name in ("full_", "swa_")):
+            if each.page_size != params.page_size:
+                raise ConfigError(f"slots must be allocated by pages of {params.page_size}, got {each.page_size}")
+
+
+# --- what SGLang waits for
+
+
+class Counter:
+    """What SGLang's pools ask in the forward: each layer waits for its part of the batch's pages."""
+
+    def __init__(self, linker: "KvarveLinker") -> None:
+        self._linker, self.consumer_index = linker, -1
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        if self.consumer_index >= 0:
+            self._linker.wait_for(self.consumer_index, layer)
+
+
+class KvarveLinker(UnifiedCacheLinker):
+    """One rank's host memory and storage behind SGLang's pools. ConfigError, StorageError: it cannot work."""
+
+    def __init__(
+        self, server_args: Any, params: Any, *, components: set[ComponentType], extra_config: Any, forward_stream: Any
+    ) -> None:
+        _check(server_args, params)
+        self.settings = ConnectorSettings.read(extra_config or {}, WHERE)
+        self.forward_stream, self._page = forward_stream, params.page_size
+        window = -(-(params.sliding_window_size or 0) // self._page)  # as many pages as SGLang's tree asks for
+        lookbacks = {PoolName.KV: None, PoolName.SWA: window, PoolName.MAMBA: 1}
+        parallel = get_parallel()
+        ranks = parallel.attn_tp_size
+        layers = _layers(params, components)
+        kv = params.token_to_kv_pool_allocator.get_kvcache()
+        alike = ranks > 1 and hasattr(getattr(kv, "full_kv_pool", kv), "kv_buffer")  # latents: the same on all ranks
+        self.pools = {
+            name: _arena(name, found, lookbacks[name], alike and name is PoolName.KV) for name, found in layers.items()
+        }
+        self._names, arenas = [*self.pools], [*self.pools.values()]
+        device = arenas[0].device
+        shapes = [
+            f"{name} {[(tuple(part.shape[1:]), str(part.dtype)) for part in parts]}"
+            for name, found in layers.items()
+            for parts in found.values()
+        ]
+        width = max(self._page, NAME_WORDS)
+        identity = ModelIdentity(
+            architecture=f"sglang {type(kv).__name__}",
+            weights=server_weights(self.settings.weights, str(server_args.model_path)),
+            dtype=str(layers[PoolName.KV][min(layers[PoolName.KV])][0].dtype).removeprefix("torch."),
+            page_tokens=width,
+            chunk_tokens=width,
+            pools=tuple(arena.pool for arena in arenas),
+            layout=f"{LAYOUT_FORMAT} of sglang: pages of {self._page}; {'; '.join(dict.fromkeys(shapes))}",
+            ranks=ranks,
+            numerics=server_numerics(),
+        )
+        self.worker = CacheWorker(
+            identity,
+            self.settings.cache_of(ranks),
+            device=str(device),
+            rank=parallel.attn_tp_rank,
+            blocks=arenas,
+        )
+        self.worker.transfers.layerwise = True
+        attached = self.worker.attached
+        self.scheduler = CacheScheduler(
+            identity,
+            self.worker.config,
+            self.worker.slots,
+            storage=attached is not None,
+            only_read=attached is not None and attached.only_read,
+        )
+        self.planner = LinkPlanner(self.scheduler)
+        self.layer_done_counter = Counter(self)
+        if ComponentType.MAMBA in components:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        self._same_weights = SameWeights("the server is started anew")
+        self._batches = 0  # started so far
+        self._before: Sequence[str] = ()  # names of the pages before those of the call that is being made
+        module = get_device_module()
+        self._on, self._stream = module.stream, module.Stream(device)
+        self._turn()
+        log.info("kvarve keeps %s in %s", identity, self.worker.config)
+
+    def meet(self, wrapper: Any) -> None:
+        """SGLang tells a linker the names of a call's pages, and not of those before them: its tree is asked."""
+        cache, match, offload = wrapper.cache, wrapper.match, wrapper._offload_node
+
+        def matched(key: Any, req: Any, result: Any) -> Any:
+            node = result.last_device_node
+            self._before = [*cache.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
+            return match(key, req, result)
+
+        def offloaded(node_id: Any, transfers: Any) -> None:
+            self._before = cache.get_prefix_hash_values(node_id)
+            offload(node_id, transfers)
+
+        wrapper.match, wrapper._offload_node = matched, offloaded
+
+    # --- loads
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        self._turn()
+        if not self._same_weights():
+            return []
+        found = self.planner.lookup(rid, self._chain(transfers), time.monotonic())
+        self._turn()
+        return found
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        chain = self._chain(transfers)
+        names = chain.names[chain.first * KEY_BYTES :]
+        return self.planner.load(rid, names, self._pages(transfers, chain))
+
+    def start_layer_wise_loading(self) -> int:
+        if not self.planner.queued:
+            return -1
+        self._batches += 1
+        self.planner.start(self._batches)
+        self._turn()
+        return self._batches
+
+    def wait_for(self, index: int, layer: int) -> None:
+        """Wait until a layer of a batch's pages is in place, or its load has failed."""
+        while not self.planner.coming(index):
+            self.worker.wait(TURN_S)
+            self._turn()
+        for arrival in self.worker.transfers.arrivals():
+            try:
+                arrival.wait(layer)
+            except Broken as e:  # `finish_layer_wise_loading` tells it: the forward runs on
+                log.error("%s", e)
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        while (landed := self.planner.landed(counter_index)) is None:
+            self.worker.wait(TURN_S)
+            self._turn()
+        self.planner.finished(counter_index)
+        return landed
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self.planner.cancel(rid)
+
+    # --- offloads
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        if not self._same_weights():
+            return False
+        chain = self._chain(transfers)
+        queued = self.planner.offload(chain, self._pages(transfers, chain))
+        self._turn()
+        return queued
+
+    def num_completed_offloads(self) -> int:
+        self._turn()
+        return self.planner.ended()
+
+    def pop_completed_offload(self) -> bool:
+        return self.planner.pop()
+
+    # --- life
+
+    def reset(self) -> None:
+        self.planner.stop()
+        end = time.monotonic() + SETTLE_S
+        while self.planner.uses_blocks() and time.monotonic() < end:
+            self.worker.wait(TURN_S)
+            self._turn()
+        if self.planner.uses_blocks():
+            log.error("copies from and to SGLang's slots take longer than %g s", SETTLE_S)
+        self.planner.reset()
+        self.layer_done_counter.set_consumer(-1)
+
+    def close(self) -> None:
+        self.reset()
+        self._turn()
+        self.worker.close(CLOSING_S, CLOSE_S, up=self.worker.up)
+        if told := ", ".join(f"{count:,} {what}" for what, count in sorted(self.planner.counts.items()) if count):
+            log.info("kvarve's linker: %s", told)
+
+    def _turn(self) -> None:
+        """Take in what has ended, and carry out what is due."""
+        orders = self.planner.step(self.worker.report(), time.monotonic())
+        if not orders:
+            return
+        ready = self.record_offload_ready()
+        with self._on(self._stream):  # copies come after what SGLang's streams have been told so far
+            for event in ready:
+                self._stream.wait_event(event)
+            self.worker.do(orders)
+
+    def _chain(self, transfers: Sequence[PoolTransfer]) -> Chain:
+        before = self._before
+        return Chain(bytes.fromhex("".join([*before, *transfers[0].keys])), len(before))
+
+    def _pages(self, transfers: Sequence[PoolTransfer], chain: Chain) -> list[dict[int, int]]:
+        """By pool, the rows of a call's pages by position; those without a slot are left out."""
+        given = {PoolName(each.name): each for each in transfers}
+        positions = {key: chain.first + at for at, key in enumerate(given[PoolName.KV].keys)}
+        found = []
+        for name in self._names:
+            mine, each = dict[int, int](), given.get(name)
+            if each is not None:
+                page = 1 if name is PoolName.MAMBA else self._page
+                for key, slot in zip(each.keys, each.device_indices[::page].tolist(), strict=True):
+                    assert slot % page == 0, "slots are allocated by pages"
+                    if slot // page != NULL_BLOCK:
+                        mine[positions[key]] = slot // page
+            found.append(mine)
+        return found
+
+
+_made = UnifiedCacheLinkerWrapper.__init__
+
+
+@wraps(_made)
+def _make(self: Any, cache: Any, cache_linker: Any) -> None:
+    _made(self, cache, cache_linker)
+    if isinstance(cache_linker, KvarveLinker):
+        cache_linker.meet(self)
+
+
+UnifiedCacheLinkerWrapper.__init__ = _make

@@ -1,0 +1,105 @@
+"""One of two ranks that SGLang's tree runs on, in a process of its own: `linker_rank.py RANK FOLDER`. No test here.
+
+Both make the same calls, as their schedulers do; each writes what it saw to `FOLDER/seen-RANK.json`.
+"""
+
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import sglang_on_cpu
+
+sglang_on_cpu.prepare()
+
+import torch.distributed  # noqa: E402
+from linker_bed import Engine, Failed, prompt  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
+
+
+def scenes(rank: int, group: Any, url: str) -> dict[str, Any]:
+    def made(kind: str, page: int = 16, **extra: Any) -> Engine:
+        return Engine(kind, page, core="rust", group=group, weights="of two ranks", **extra)
+
+    seen: dict[str, Any] = {}
+    engine, asked = made("FULL+SWA+MAMBA", storage=url), prompt(4, 16)
+    engine.serve(asked)
+    engine.forget()
+    seen["restored"] = engine.serve(asked)
+    engine.drain()
+    engine.forget()
+    if rank:
+        engine.drop_host_unheld()
+    seen["one has lost all"] = engine.match(req := engine.begin(asked)[0], asked).host_hit_length
+    engine.end(req)
+    seen["it came from storage"] = engine.run(*engine.wait(asked, 4), asked)
+    engine.forget()
+    if rank:
+        for record in engine.linker.worker.records("kv", engine.page_keys(asked)[0]):
+            record[-1] ^= 1
+    try:
+        engine.serve(asked)
+    except Failed as e:
+        seen["damaged on one"] = str(e)
+    other = prompt(4, 16, 2)
+    engine.serve(other)
+    engine.forget()
+    seen["went on"] = engine.serve(other)
+    engine.audit()
+    engine.drain()
+    engine.close()
+
+    engine = made("FULL+SWA+MAMBA", storage=url)
+    seen["after a restart"] = engine.run(*engine.wait(asked, 4), asked)
+    engine.audit()
+    engine.close()
+
+    engine = made("FULL")
+    engine.serve(asked)
+    engine.forget()
+    engine.drain()
+    if rank:
+        engine.drop_host_unheld()
+    engine.flush()
+    engine.serve(asked[:32])
+    engine.forget()
+    seen["one has less"] = engine.serve(asked)
+    engine.audit()
+    engine.close()
+
+    engine, asked = made("DSA", 64, storage=url), prompt(3, 64)
+    engine.serve(asked)
+    engine.drain()
+    seen["bytes of latents written"] = engine.linker.worker.flows()["host-to-storage"].bytes.sum
+    engine.close()
+    engine = made("DSA", 64, storage=url)
+    seen["latents"] = engine.run(*engine.wait(asked, 3), asked)
+    engine.close()
+    return seen
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    sizes = {
+        f"{which}_{what}": value
+        for which in ("tp", "attn_tp", "moe_tp")
+        for what, value in (("rank", rank), ("size", 2))
+    }
+    with get_parallel().override(**sizes, pp_rank=0, pp_size=1):
+        seen = scenes(rank, torch.distributed.group.WORLD, f"file://{folder}/pages?capacity=64MiB")
+    (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()

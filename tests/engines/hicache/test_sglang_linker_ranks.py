@@ -1,0 +1,36 @@
+"""Two ranks of an engine load what both have, and each its own bytes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 240.0
+PAGE_BYTES = 4 * 64 * (192 * 2 + 132)  # of DSA: four layers of latents and index keys
+
+
+@pytest.mark.long
+def test_two_ranks_restore_what_both_have_and_stay_in_step(tmp_path: Path) -> None:
+    script = str(Path(__file__).parent / "linker_rank.py")
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), str(tmp_path)]) for rank in (0, 1)]
+    try:
+        assert [rank.wait(LIMIT_S) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    first, second = (json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in (0, 1))
+    written = [seen.pop("bytes of latents written") for seen in (first, second)]
+    assert sum(written) == PAGE_BYTES * 3, "once"
+    assert first == second
+    assert first == {
+        "restored": [0, 4, 0],
+        "one has lost all": 0,
+        "it came from storage": [0, 4, 0],
+        "damaged on one": "External KV cache load failed",
+        "went on": [0, 4, 0],
+        "after a restart": [0, 4, 0],
+        "one has less": [0, 2, 2],
+        "latents": [0, 3, 0],
+    }
