@@ -100,6 +100,17 @@ def test_a_wrong_variable_is_one_error(
     assert "variables fault" in capsys.readouterr().out
 
 
+def test_variables_of_other_commands_are_none_of_the_connectors() -> None:
+    theirs = (
+        "KVARVE_SERVE_HOST_MEMORY",
+        "KVARVE_SERVE_STORAGE",
+        "KVARVE_API_KEY",
+        "KVARVE_ADMIN_KEY",
+        "KVARVE_SERVE_PORT",
+    )
+    engine_defaults.check_names(dict.fromkeys(theirs, "1"))
+
+
 def test_doctor_tries_the_store_and_leaves_nothing_in_it(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
     out = capsys.readouterr().out

@@ -6,6 +6,7 @@ KVARVE_STORAGE=URL        several: with blanks between; none: no store. A folder
 KVARVE_CONFIG=FILE        TOML, with the connector's keys, which these two variables override
 """
 
+import difflib
 import os
 import shutil
 import stat
@@ -16,11 +17,11 @@ from typing import Any
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.pages.sizes import format_size
-from kvarve.settings.values import closest
 from kvarve.storage.file.maintenance import capacity_in_use
 from kvarve.storage.urls import state_folder
 from kvarve.system.host import free_bytes
 
+PREFIX = "KVARVE_"
 VARIABLES = ("KVARVE_HOST_MEMORY", "KVARVE_STORAGE", "KVARVE_CONFIG", "KVARVE_PORT")
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 MOST_BYTES = 200 << 30  # of a store that nobody has given a size
@@ -99,11 +100,11 @@ def said(found: Mapping[str, Any]) -> str:
 
 
 def check_names(environment: Mapping[str, str]) -> None:
-    """ConfigError for a variable beside KVARVE that kvarve's connectors do not know, as it is misspelt."""
-    for name in environment:
-        near = closest(name, VARIABLES)
-        if name.startswith("KVARVE_") and name not in VARIABLES and near:
-            raise ConfigError(f"${name} is an unknown variable{near}")
+    """ConfigError for a variable that is nearly one of ours. Those of `kvarve serve` begin with KVARVE as well."""
+    for name in {name for name in environment if name.startswith(PREFIX)} - {*VARIABLES}:
+        ends = [each.removeprefix(PREFIX) for each in VARIABLES]
+        if near := difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1, cutoff=0.85):
+            raise ConfigError(f"${name} is an unknown variable: did you mean {PREFIX}{near[0]}?")
 
 
 def asked() -> bool:

@@ -151,6 +151,10 @@ _CHANGES: Mapping[Reason, tuple[str, str | None]] = {
     Reason.EVICTED_DEVICE: ("was here and left the device", "{more_device} brings it back"),
     Reason.EVICTED_HOST: ("was here and left the host", "{more_host} brings it back"),
     Reason.EVICTED_STORAGE: ("was stored and has left storage", "a larger capacity= of --storage brings it back"),
+    Reason.ANSWER: (
+        "is of answers that were not computed again before the next turn came",
+        "--hits rounded keeps their pages as they were decoded",
+    ),
     Reason.NEVER_SEEN: ("was never here", None),
     Reason.UNKNOWN: ("is new, or left so long ago that it is forgotten", None),
 }
