@@ -100,7 +100,7 @@ def said(found: Mapping[str, Any]) -> str:
 
 
 def check_names(environment: Mapping[str, str]) -> None:
-    """ConfigError for a variable that is nearly one of ours. Those of `kvarve serve` begin with KVARVE as well."""
+    """ConfigError for a name that is misspelt. Variables of `kvarve serve` begin with the same prefix."""
     for name in {name for name in environment if name.startswith(PREFIX)} - {*VARIABLES}:
         ends = [each.removeprefix(PREFIX) for each in VARIABLES]
         if near := difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1, cutoff=0.85):
