@@ -96,4 +96,5 @@ class Measured(Engine):
         }
 
 
-serve(Measured)
+if __name__ == "__main__":  # workers in processes of their own import this anew
+    serve(Measured)
