@@ -6,6 +6,9 @@ The same conversations on builtin:tiny-hybrid, in turns of both engines: all at 
 half the requests a second that the engine took then (half load). `kept` has the pages that decoding computed, as with
 `--hits rounded`; `exact` computes whole chunks of answers again while nothing else is to be done. Ratios are of exact
 over kept, medians of the rounds: hits at half load, and tokens a second of answers at full load.
+
+At full load nothing is idle, so each later turn computes a chunk of the answer before it. The limit is the time of
+kept and of as many chunks without answers.
 """
 
 import random
@@ -92,6 +95,19 @@ def played(model: LoadedModel, exact: bool, size: Size, seed: int, every_s: floa
     }
 
 
+def computed_again_s(model: LoadedModel, size: Size, seed: int) -> float:
+    """The time of what exact has to compute beside kept at full load: for each later turn one chunk."""
+    engine = Engine(model, PrefixCache(model.identity, CacheConfig(256 * MIB, 256 * MIB))).start()
+    dice, tokens = random.Random(seed), model.layout.chunk_tokens * (size.turns - 1)
+    prompts = [dice.choices(IDS, k=tokens) for _ in range(size.talks)]
+    begun_s = time.monotonic()
+    for request in [engine.submit(Request(prompt, Sampling(1))) for prompt in prompts]:
+        request.result(600.0)
+    took_s = time.monotonic() - begun_s
+    engine.shutdown(10)
+    return took_s
+
+
 def main(words: Sequence[str] | None = None) -> int:
     args = arguments((__doc__ or "").partition("\n")[0]).parse_args(words)
     size, about = QUICK if args.quick else Size(), machine()
@@ -100,8 +116,11 @@ def main(words: Sequence[str] | None = None) -> int:
     model = load_model("builtin:tiny-hybrid")
     engines = {"kept": (keeping_answers(model), False), "exact": (model, True)}
     rows, found = [], dict[tuple[str, str], list[dict[str, float]]]()
+    limits = list[float]()
     for number in watched(range(size.rounds), "round", size.rounds):
         full = {name: played(*given, size, number, 0.0) for name, given in engines.items()}
+        again_s = computed_again_s(model, size, number)
+        limits.append(full["kept"]["s"] / (full["kept"]["s"] + again_s))
         every_s = 2 * size.talks * size.answer / max(each["tokens/s"] for each in full.values())
         half = {name: played(*given, size, number, every_s) for name, given in engines.items()}
         for load, told in (("full", full), ("half", half)):
@@ -114,7 +133,11 @@ def main(words: Sequence[str] | None = None) -> int:
         pairs = zip(found[load, "exact"], found[load, "kept"], strict=True)
         return median(exact[key] / kept[key] for exact, kept in pairs)
 
-    ratios = {"hits_half_exact_over_kept": ratio("half", "hits"), "full_exact_over_kept": ratio("full", "tokens/s")}
+    ratios = {
+        "hits_half_exact_over_kept": ratio("half", "hits"),
+        "full_exact_over_kept": ratio("full", "tokens/s"),
+        "full_limit_over_kept": median(limits),
+    }
     show(f"{size.talks} conversations of {size.turns} turns", rows)
     for name, value in ratios.items():
         print(f"{name}: {value:.3f}")

@@ -123,6 +123,17 @@ def test_trouble_of_one_ranks_storage_costs_hits_only(engine: VllmProcess, alone
 
 
 @pytest.mark.long
+def test_pages_survive_a_restart(begin: Start, engine: VllmProcess, alone: dict[str, Any]) -> None:
+    engine.ask(LONG)
+    engine.call("forget")
+    other = begin("connector")
+    found = other.ask(LONG)
+    assert found["cached"] == alone["device"]["cached"] and same(found, alone["device"])
+    sound(other)
+    other.close()
+
+
+@pytest.mark.long
 def test_a_loop_of_training_gets_each_answer_from_the_weights_of_its_round(begin: Start, engine: VllmProcess) -> None:
     other = begin("plain")
     alone = other.call("rollouts", rounds=ROUNDS, prompts=PROMPTS)
@@ -131,13 +142,3 @@ def test_a_loop_of_training_gets_each_answer_from_the_weights_of_its_round(begin
         assert all(map(same, found, expected))
         assert all(each["cached"] > 0 for each in found[2:]) and not any(each["cached"] for each in found[:2])
     assert engine.about()["wrong"] == []
-
-
-@pytest.mark.long
-def test_pages_survive_a_restart(begin: Start, engine: VllmProcess, alone: dict[str, Any]) -> None:
-    engine.call("forget")
-    other = begin("connector")
-    found = other.ask(LONG)
-    assert found["cached"] == alone["device"]["cached"] and same(found, alone["device"])
-    sound(other)
-    other.close()

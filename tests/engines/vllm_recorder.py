@@ -10,9 +10,9 @@ from kvarve.pages.pools import Tier
 
 
 def shifted(worker: Any, by: float) -> None:
-    """Change weights that the keys and values of all layers follow from. (Others may be packed for the processor.)"""
+    """Change weights that the keys and values of all layers here follow from. (Others may be packed for the processor.)"""
     weights = worker.model_runner.get_model().named_parameters()
-    next(weight for name, weight in weights if name.endswith("layers.0.input_layernorm.weight")).data.add_(by)
+    next(weight for name, weight in weights if name.endswith(".input_layernorm.weight")).data.add_(by)
 
 
 class Recorder:
