@@ -15,6 +15,7 @@ from engine_environment import ENVIRONMENT
 SETTINGS: dict[str, Any] = json.loads(sys.argv[1])
 os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(SETTINGS.get("threads", 1)), VLLM_ENABLE_V1_MULTIPROCESSING="0")
 ANSWERS = os.fdopen(os.dup(1), "w")
+OURS = ("connector", "several")
 os.dup2(2, 1)  # what the engine prints is no answer
 
 from vllm import LLM, SamplingParams  # noqa: E402
@@ -22,22 +23,23 @@ from vllm.config import KVTransferConfig  # noqa: E402
 
 
 def transfer(seam: str, extra: dict[str, Any]) -> KVTransferConfig | None:
-    """SEAM: "plain" (none), "connector" (kvarve's), or "tiering": vLLM's own host memory, with the tests' worker, for
-    vLLM's needs a GPU."""
+    """SEAM: "plain" (none), "connector" (kvarve's), "tiering": vLLM's own host memory, with the tests' worker, for
+    vLLM's needs a GPU; or "several": kvarve's connector, and then that memory."""
     if seam == "plain":
         return None
-    if seam == "connector":
-        return KVTransferConfig(
-            kv_connector="KvarveConnector",
-            kv_connector_module_path="kvarve.connectors.vllm.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=extra,
-        )
+    both: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "tier_worker"}
-    return KVTransferConfig(
-        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=spec | extra
-    )
+    ours = both | {
+        "kv_connector": "KvarveConnector",
+        "kv_connector_module_path": "kvarve.connectors.vllm.connector",
+        "kv_connector_extra_config": extra,
+    }
+    tiering = both | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": spec | extra}
+    if seam == "several":
+        tiering["kv_connector_extra_config"] = spec | {"cpu_bytes_to_use": 64 << 20}
+        several = {"connectors": [ours, tiering]}
+        return KVTransferConfig(**both, kv_connector="MultiConnector", kv_connector_extra_config=several)
+    return KVTransferConfig(**(ours if seam == "connector" else tiering))
 
 
 def sampling(tokens: int, **more: Any) -> SamplingParams:
@@ -60,6 +62,11 @@ class Engine:
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
 
+    def connector(self) -> Any:
+        """kvarve's side in the scheduler."""
+        found = self.core.scheduler.connector
+        return found.sub_connectors[0] if self.seam == "several" else found
+
     def drain(self) -> None:
         """Step until no copy uses a block of vLLM's, then until none is in flight."""
         while self.core.scheduler.has_requests():
@@ -69,7 +76,7 @@ class Engine:
 
     def goes_on(self) -> bool:
         """Let copies to and from kvarve's storage go on beside the engine; whether there is more to come."""
-        return self.seam == "connector" and self.core.scheduler.connector.go_on()
+        return self.seam in OURS and self.connector().go_on()
 
     def reset(self, everywhere: bool = False) -> None:
         """Empty the device, or all memory."""
@@ -85,10 +92,10 @@ class Engine:
                 self.reset(everywhere=True)
             return
         self.reset()
-        if self.seam == "connector":
+        if self.seam in OURS:
             from kvarve.pages.pools import Tier
 
-            self.core.scheduler.connector.scheduler.core.flush((Tier.HOST,))
+            self.connector().scheduler.core.flush((Tier.HOST,))
 
 
 def serve(make: Callable[[], Engine]) -> None:

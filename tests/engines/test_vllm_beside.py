@@ -4,6 +4,7 @@ The device is emptied between two equal requests, so that the second one's pages
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ Start = Callable[..., VllmProcess]
 # Of an engine: by name, its arguments, and how many tokens of the prompt the second request hits.
 ENGINES: dict[str, tuple[dict[str, Any], int]] = {
     "ngram": ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}, 640),
+    "eagle": ({"speculative_config": {"method": "eagle", "model": "llama_eagle", "num_speculative_tokens": 2}}, 640),
+    "draft-model": ({"speculative_config": {"model": "llama", "num_speculative_tokens": 2}}, 640),
+    "several-connectors": ({}, 640),
     "priority": ({"scheduling_policy": "priority"}, 640),
     "fp8": ({"kv_cache_dtype": "fp8_e5m2"}, 640),
     "small-chunks": ({"max_num_batched_tokens": 80}, 640),
@@ -47,13 +51,20 @@ def twice(engine: VllmProcess, how: dict[str, Any], more: dict[str, Any]) -> lis
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_with_this_is_answered_from_the_host_as_from_the_device(start: Start, name: str) -> None:
+def test_an_engine_with_this_is_answered_from_the_host_as_from_the_device(
+    start: Start, model_folder: Callable[[str], Path], name: str
+) -> None:
     changes, hits = ENGINES[name]
-    told = []
-    for seam in ("plain", "connector"):
+    told, model = [], "gemma3"
+    if draft := changes.get("speculative_config", {}).get("model"):
+        model, changes = (
+            "llama",
+            {"speculative_config": changes["speculative_config"] | {"model": str(model_folder(draft))}},
+        )
+    for seam in ("plain", "several" if name == "several-connectors" else "connector"):
         more = {"num_gpu_blocks_override": MODELS["gemma3"].blocks, "max_model_len": 1536} | changes
         chunk = more.pop("max_num_batched_tokens", MODELS["gemma3"].block)
-        engine = start("gemma3", seam, more=more, chunk=chunk, extra=EXTRA)
+        engine = start(model, seam, more=more, chunk=chunk, extra=EXTRA)
         told.append(twice(engine, {}, {}))
         assert engine.about()["wrong"] == []
         engine.close()

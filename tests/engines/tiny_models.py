@@ -73,6 +73,8 @@ MODELS = {
     "gemma3": Model(
         "gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128}, "float32", 128, 70, ("16MiB", "8MiB")
     ),
+    "llama": Model("llama", {"num_hidden_layers": 2}, "float32", 128, 70),
+    "llama_eagle": Model("llama", {"num_hidden_layers": 1}, "float32", 128),  # a head that drafts for it
     "gpt_oss": Model(
         "gpt_oss",
         {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
@@ -95,6 +97,13 @@ def made(name: str, folder: Path) -> Path:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(_COMMON | fields)), dtype=torch.float32)
         model.save_pretrained(path)
+        if name.endswith("_eagle"):
+            from safetensors.torch import save_file
+
+            layer = {key.removeprefix("model."): each for key, each in model.state_dict().items() if ".layers." in key}
+            layer.pop("layers.0.input_layernorm.weight")
+            width = _COMMON["hidden_size"]
+            save_file(layer | {"fc.weight": torch.randn(width, 2 * width) / 20}, path / "model.safetensors")
         if name.endswith("_words"):
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(TOKENIZER / file, path)

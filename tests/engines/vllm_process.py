@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine_commands import SETTINGS, Engine, sampling, serve
+from engine_commands import OURS, SETTINGS, Engine, sampling, serve
 from prints import Prints
 from vllm_recorder import Recorder, shifted
 
@@ -50,11 +50,13 @@ class Watched(Engine):
             publisher.publish = lambda batch: self.events.extend(batch.events)
 
     def _open(self) -> None:
-        if self.seam == "connector":
+        if self.seam in OURS:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             self.worker = get_kv_transfer_group()
-            self.scheduler = self.core.scheduler.connector
+            if self.seam == "several":
+                self.worker = self.worker.sub_connectors[0]
+            self.scheduler = self.connector()
             Recorder(self.worker, self.prints)
             self.guard = self.worker.worker.attached.storage
         elif self.seam == "tiering":
@@ -363,7 +365,7 @@ class Watched(Engine):
 
     def about(self) -> dict[str, Any]:
         found: dict[str, Any] = {"page": self.core.scheduler.block_size}
-        if self.seam == "connector":
+        if self.seam in OURS:
             found["stats"] = self.scheduler.scheduler.stats() | {"failed_loads": self.scheduler.planner.failed_loads}
             found["left"] = len(self.scheduler.scheduler.core.leases) + sum(self.scheduler._held.values())
         elif self.seam == "tiering":

@@ -10,7 +10,7 @@ from kvarve.pages.pools import Tier
 
 
 def shifted(worker: Any, by: float) -> None:
-    """Change weights that the keys and values of all layers here follow from. (Others may be packed for the processor.)"""
+    """Change weights that the keys and values of all layers here follow from. (Others may be packed.)"""
     weights = worker.model_runner.get_model().named_parameters()
     next(weight for name, weight in weights if name.endswith(".input_layernorm.weight")).data.add_(by)
 

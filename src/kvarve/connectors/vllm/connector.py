@@ -196,6 +196,8 @@ class SchedulerSide(KvarveConnector):
         self._void: set[str] = set()  # requests whose loaded pages vLLM must not use: their loads count as failed
         self._live: EnginePage | None = None
         self._around = Around(self.reset_cache, self.settle)
+        if self._around.config is not None:  # what MultiConnector is given decides what happens to failed loads
+            check_engine(self._around.config)
         places = 0 if lora is None else lora.max_cpu_loras
         self._adapters = Adapters(places, self._look, lambda: self.pool.cached_block_hash_to_block)
 

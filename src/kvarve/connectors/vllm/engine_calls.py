@@ -58,6 +58,11 @@ class Around:
         self.watch("reset_prefix_cache", before=self._settled, after=self._emptied)
         self.watch("resume_scheduler", before=self._look)
 
+    @property
+    def config(self) -> Any:
+        """The engine's, whose settings of transfer are those of the outermost connector; None: there is no engine."""
+        return getattr(self._core, "vllm_config", None)
+
     def ask(self, what: Callable[..., Any], *given: Any) -> list[Any] | None:
         """The answers of all workers to `what(worker, *given)`, in the engine's thread; None: there is no engine."""
         if self._core is None:
