@@ -122,3 +122,18 @@ def test_other_ways_to_ask_get_from_the_host_what_they_get_without_kvarve(
         engine.close()
     assert [each[0] for each in told[0]] == [each[0] for each in told[1]]
     assert restored, "the second request's pages came from the host"
+
+
+def test_a_prompt_with_another_picture_finds_no_pages_of_this_one(start: Start) -> None:
+    told = []
+    for seam in ("plain", "connector"):
+        settings = {"num_gpu_blocks_override": 70, "max_model_len": 1536, "skip_tokenizer_init": False}
+        engine = start("llava", seam, more=settings, extra=EXTRA)
+        told.append([])
+        for colour in ("red", "red", "blue"):
+            told[-1].append(engine.call("picture", prompt="<image> " + "once upon a time " * 100, colour=colour))
+            engine.call("reset")
+        engine.close()
+    plain, ours = told
+    assert all(map(same, plain, ours))
+    assert ours[1]["cached"] > 0 == ours[2]["cached"] and not same(*ours[1:])

@@ -75,6 +75,7 @@ MODELS = {
     ),
     "llama": Model("llama", {"num_hidden_layers": 2}, "float32", 128, 70),
     "llama_eagle": Model("llama", {"num_hidden_layers": 1}, "float32", 128),  # a head that drafts for it
+    "llava": Model("llava", {}, "float32", 128, 70),  # reads pictures
     "gpt_oss": Model(
         "gpt_oss",
         {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
@@ -89,6 +90,8 @@ MODELS = {
 def made(name: str, folder: Path) -> Path:
     """The folder of a checkpoint, which is made if it is not there."""
     path = folder / name
+    if name == "llava" and not (path / "made.json").exists():
+        _write_llava(path)
     if not (path / "made.json").exists():
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -109,6 +112,33 @@ def made(name: str, folder: Path) -> Path:
                 shutil.copy(TOKENIZER / file, path)
         (path / "made.json").write_text(json.dumps(fields))
     return path
+
+
+def _write_llava(path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import (
+        AutoTokenizer,
+        CLIPImageProcessor,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+
+    side, patch = 56, 14
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER, extra_special_tokens={"image_token": "<image>"})
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"model_type": "clip_vision_model", "image_size": side, "patch_size": patch}
+    text = _COMMON | {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 2048}
+    torch.manual_seed(0)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=tokenizer.image_token_id)
+    LlavaForConditionalGeneration(config).save_pretrained(path)
+    weights = load_file(path / "model.safetensors")  # vLLM knows the names that older versions of transformers wrote
+    named = {key.replace("vision_tower.", "vision_tower.vision_model."): each for key, each in weights.items()}
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+    images = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    LlavaProcessor(images, tokenizer, patch, "default", num_additional_image_tokens=1).save_pretrained(path)
+    (path / "made.json").write_text("{}")
 
 
 if __name__ == "__main__":

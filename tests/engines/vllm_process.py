@@ -117,6 +117,15 @@ class Watched(Engine):
         self.drain()
         return [output.outputs.embedding, output.num_cached_tokens]
 
+    def picture(self, prompt: str, colour: str) -> dict[str, Any]:
+        """An answer to a prompt with a picture of one colour."""
+        from PIL import Image
+
+        given: Any = {"prompt": prompt, "multi_modal_data": {"image": Image.new("RGB", (56, 56), colour)}}
+        (output,) = self.llm.generate([given], sampling(SMALL, logprobs=1), use_tqdm=False)
+        self.drain()
+        return self._told(output)
+
     def one_of(self, prompt: list[int], choices: list[str]) -> list[Any]:
         """An answer that is one of these, and how many of the prompt's tokens were cached."""
         from vllm import SamplingParams
