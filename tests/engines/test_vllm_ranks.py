@@ -5,6 +5,8 @@ without kvarve, and each restored page has the bytes that were saved, on every r
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +133,35 @@ def test_pages_survive_a_restart(begin: Start, engine: VllmProcess, alone: dict[
     assert found["cached"] == alone["device"]["cached"] and same(found, alone["device"])
     sound(other)
     other.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["gemma3", "qwen3_5_wide"])
+def test_the_tier_below_vllms_host_memory_keeps_the_bytes_of_both_ranks(
+    start: Start, model: str, tmp_path: Path
+) -> None:
+    tier = {"type": "WatchedTier", "module_path": "tier_worker", "storage": f"file://{tmp_path}?capacity=64MiB"}
+    extra = {"cpu_bytes_to_use": 64 << 20, "secondary_tiers": [tier]}
+    more = LAYOUTS["tp"] | {"num_gpu_blocks_override": MODELS[model].blocks * 2, "max_model_len": 4096}
+    plain, *ours = (
+        partial(start, model, seam, program="vllm_ranks.py", more=more, extra=extra)
+        for seam in ("plain", "tiering", "tiering")
+    )
+    engine = plain()
+    expected = [engine.ask(LONG), engine.ask(LONG)]
+    engine.close()
+    for number, begun in enumerate(ours):
+        engine = begun()
+        if not number:
+            assert same(engine.ask(LONG), expected[0])
+        for place in ("device", "reset", "forget"):
+            if place != "device":
+                engine.call(place)
+            found = engine.ask(LONG)
+            assert same(found, expected[1]) and found["cached"] == expected[1]["cached"] > 0, place
+        about = engine.about()
+        assert about["wrong"] == [] and about["restored"] and not about["left"]
+        engine.close()
 
 
 @pytest.mark.long

@@ -16,8 +16,10 @@ class Ranked(Watched):
             self.pids = self._all("record", SETTINGS["prints"])
 
     def _open(self) -> None:
-        """Nothing of the workers is in this process."""
+        """Nothing of the workers is in this process; a tier is in the scheduler's."""
         self.scheduler = self.core.scheduler.connector
+        if self.seam == "tiering":
+            super()._open()
 
     def _make_faulty(self) -> None:
         pass
@@ -26,6 +28,8 @@ class Ranked(Watched):
         return list(self.core.model_executor.collective_rpc(name, args=given))
 
     def about(self) -> dict[str, Any]:
+        if self.seam == "tiering":
+            return super().about()
         found = self._all("found")
         return {
             "restored": [restored for restored, _ in found],
@@ -38,11 +42,15 @@ class Ranked(Watched):
         }
 
     def rollouts(self, rounds: int, prompts: list[list[int]]) -> list[list[dict[str, Any]]]:
-        """As a loop of training has them: in each round other weights, and each prompt twice, from the host in between.
-        What was answered."""
+        """As a loop of training has them: in each round other weights, in every third given while the engine sleeps, at
+        level 1 or 2; and each prompt twice, from the host in between. What was answered."""
         told = []
         for number in range(rounds):
+            if sleeps := number % 3 == 0:
+                self.llm.sleep(level=1 + number % 2)
             self._all("shift", -0.01 * (number + 1))
+            if sleeps:
+                self.llm.wake_up()
             self.reset()
             found = self.ask(prompts[:1]) + self.ask(prompts[1:])
             self.reset()
