@@ -10,6 +10,7 @@ branches off after every 256 tokens, so that each 256 tokens of the path are a r
 
 `restore` is the way of a prompt from storage: `open` names its pages and asks for them; `asked` has the answer and
 sends the fetches; `fetched` has all pages in the host; `claim` sends the load; `loaded` has them on the device.
+`step` is what 256 running requests cost when nothing has happened.
 """
 
 import gc
@@ -235,7 +236,24 @@ def restore_rows(page: int, pools: int, quick: bool) -> list[dict[str, Any]]:
             cache.close(lease)
         base = {"bench": "restore", "page": page, "pools": pools, "tree_tokens": length, "prompt_tokens": length}
         rows += [base | {"case": case} | summary(*columns) for case, columns in times.items()]
+        whole = [[sum(run) for run in zip(*columns, strict=True)] for columns in zip(*times.values(), strict=True)]
+        rows.append(base | {"case": "in sum"} | summary(*whole))
     return rows
+
+
+def step_rows(page: int, pools: int) -> list[dict[str, Any]]:
+    """A step with 256 running requests, and nothing new."""
+    rng = random.Random(19)
+    cache = core(pools, page, 2 * 256 * 2048 // page, storage=True)
+    for _ in range(256):
+        lease = cache.open(Prompt(ROOT, tokens(rng, 1024)), 0.0)
+        while not cache.claim(lease, 0.0):
+            end(cache, {}, "asked")
+        keep(cache, lease)
+    while not cache.idle():
+        end(cache, {}, "stored")
+    base = {"bench": "step", "page": page, "pools": pools, "tree_tokens": 256 * 1024, "prompt_tokens": 1024}
+    return [base | {"case": "256_running"} | timed(lambda: cache.step([], 1.0), 200)]
 
 
 def ten_times(page: int, tree: int) -> dict[str, float]:
@@ -290,6 +308,7 @@ def main() -> None:
         rows += turn_rows(page, pools, args.quick)
         rows += turn_rows(page, pools, args.quick, shared=True) if pools > 1 else []
         rows += restore_rows(page, pools, args.quick)
+        rows += step_rows(page, pools)
     page = cases[0][0]
 
     def cost(among: list[dict[str, Any]], **want: object) -> float:

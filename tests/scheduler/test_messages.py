@@ -10,7 +10,20 @@ from wire import MESSAGES, PLAIN, SETTINGS, VALUES, PlainReader
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.messages import ChangeMade, ChangeProposed, ChangeRefused, Report
 from kvarve.cache.scheduler import Prompt
-from kvarve.core.copies.effects import Began, Copy, Ended, Hurry, Page, Probe, Refusal, Release, Verified, canonical
+from kvarve.core.copies.effects import (
+    Began,
+    Column,
+    Copy,
+    Ended,
+    Hurry,
+    Page,
+    Pages,
+    Probe,
+    Refusal,
+    Release,
+    Verified,
+    canonical,
+)
 from kvarve.core.core import Hit
 from kvarve.core.core_config import Counters
 from kvarve.core.lease import Lease, Phase
@@ -23,12 +36,16 @@ BUFFER = BufferSpec("k", (4, 3), "float32")
 POOL = PoolSpec("attention", (BUFFER,), None)
 CONFIG = CacheConfig(1 << 20, 1 << 20, ("file:///tmp/near?capacity=1GiB", "file:///tmp/far?capacity=1GiB"))
 PAGE = Page(0, bytes(32), -1, 7)
+COLUMN = Column(0, bytes(64), (-1, 3), (7, 1 << 80))
+PAGES = Pages((COLUMN, Column(1, bytes(32), (2,), (4,))))
 PROPOSED = ChangeProposed(3, CONFIG, back_up=True)
 SAMPLES: list[Any] = [
     PAGE,
     Cut(4, (2, 1), (1, 1), 8192),
-    Copy(1, Tier.HOST, Tier.DEVICE, (PAGE, PAGE), b"root", 0.5),
-    Probe(2, (PAGE,), b"root", 0.5),
+    COLUMN,
+    PAGES,
+    Copy(1, Tier.HOST, Tier.DEVICE, PAGES, b"root", 0.5),
+    Probe(2, PAGES, b"root", 0.5),
     Hurry((2, 3)),
     Release(3, ((0, 7), (1, 8))),
     Began(2),
@@ -74,7 +91,17 @@ def test_whatever_ranks_decide_differently_is_written_differently() -> None:
     ]
     written = [canonical(order) for order in orders]
     assert len({*written}) == len(orders)
+    changes: list[dict[str, Any]] = [{"pool": 1}, {"keys": b"\1" * 64}, {"sources": (0, 3)}, {"targets": (7, 2)}]
+    others = [Pages((COLUMN._replace(**change),)) for change in changes]
+    orders += [replace(copy, pages=pages) for pages in [PAGES, Pages((COLUMN,)), *others]]
+    written = [canonical(order) for order in orders]
+    assert len({*written}) == len(orders)
     assert written == [canonical(pickle.loads(pickle.dumps(order))) for order in orders]
+
+
+def test_pages_are_read_one_by_one_as_their_columns_say() -> None:
+    made = [Page(0, bytes(32), -1, 7), Page(0, bytes(32), 3, 1 << 80), Page(1, bytes(32), 2, 4)]
+    assert [*PAGES] == made and len(PAGES) == 3 and PAGES[2] == made[2] and [*PAGES[1:]] == made[1:]
 
 
 def test_there_is_a_sample_of_every_kind() -> None:

@@ -16,7 +16,7 @@ from kvarve.cache.config import CacheConfig
 from kvarve.cache.messages import ChangeMade, ChangeRefused
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.cache.worker import UnderWay
-from kvarve.core.copies.effects import Copy, Page, Probe
+from kvarve.core.copies.effects import Copy, Pages, Probe
 from kvarve.core.policies import Policies
 from kvarve.errors import StorageError
 from kvarve.pages.pools import Tier
@@ -92,7 +92,7 @@ def test_in_two_processes_an_engine_has_the_same_hits_answers_and_logits(
 def nothing_but_plain_data(far: FarScheduler) -> None:
     about = far.about()
     assert (about["torch"], about["threads"], about["files"]) == (False, 0, 0)
-    assert {Copy, Page} <= far.wire.received <= PLAIN
+    assert {Copy, Pages} <= far.wire.received <= PLAIN
     assert {"Ended", "Report"} <= about["received"] <= {each.__name__ for each in PLAIN}
 
 

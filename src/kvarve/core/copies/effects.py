@@ -1,10 +1,13 @@
 """Effects that the core asks for, and the events that answer them. Plain data; the core itself touches nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from functools import cached_property
+from itertools import repeat
+from typing import NamedTuple, TypeVar, overload
 
+from kvarve.pages.keys import KEY_BYTES
 from kvarve.pages.pools import Tier
 
 
@@ -18,6 +21,48 @@ class Page(NamedTuple):
     target: int
 
 
+class Column(NamedTuple):
+    """Pages of one pool: their keys, concatenated, and the slots at both ends."""
+
+    pool: int
+    keys: bytes
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Pages(Sequence[Page]):
+    """Pages by columns. Single ones are made of them when somebody reads them: the scheduler, which may send thousands,
+    does not."""
+
+    columns: tuple[Column, ...]
+
+    def __len__(self) -> int:
+        return sum(len(column.sources) for column in self.columns)
+
+    def __iter__(self) -> Iterator[Page]:
+        return iter(self._pages)
+
+    @overload
+    def __getitem__(self, at: int) -> Page: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Page]: ...
+    def __getitem__(self, at: int | slice) -> Page | Sequence[Page]:
+        return self._pages[at]
+
+    @cached_property
+    def _pages(self) -> tuple[Page, ...]:
+        return tuple(page for column in self.columns for page in _pages_of(column))
+
+    def __reduce__(self) -> tuple[type["Pages"], tuple[tuple[Column, ...]]]:
+        return Pages, (self.columns,)
+
+
+def _pages_of(column: Column) -> Iterator[Page]:
+    keys = [column.keys[at : at + KEY_BYTES] for at in range(0, len(column.keys), KEY_BYTES)]
+    return map(Page, repeat(column.pool), keys, column.sources, column.targets)
+
+
 @dataclass(frozen=True)
 class Copy:
     """Copy `pages` from one tier to the next; all are below one root key. Answer with one `Ended`, even if the copy
@@ -27,7 +72,7 @@ class Copy:
     op: int
     source: Tier
     target: Tier
-    pages: tuple[Page, ...]
+    pages: Sequence[Page]
     root: bytes
     wait_s: float = 0.0
     urgent: bool = False
@@ -39,7 +84,7 @@ class Probe:
     and will be there soon (`bad`), or neither; the request waits up to `wait_s` for it to begin."""
 
     op: int
-    pages: tuple[Page, ...]
+    pages: Sequence[Page]
     root: bytes
     wait_s: float = 0.0
 
@@ -64,11 +109,14 @@ Effect = Transfer | Hurry
 
 
 def canonical(order: object) -> bytes:
-    """Bytes that are equal on all ranks that have decided alike. Pages are written by column, which is four times as
-    fast as one by one, and there may be thousands."""
+    """Bytes that are equal on all ranks that have decided alike. Pages are written by column, as there may be
+    thousands."""
     if not isinstance(order, Transfer) or not order.pages:
         return repr(order).encode()
-    pools, keys, sources, targets = zip(*order.pages, strict=True)
+    if isinstance(order.pages, Pages):
+        pools, keys, sources, targets = zip(*order.pages.columns, strict=True)
+    else:
+        pools, keys, sources, targets = zip(*order.pages, strict=True)
     columns = vars(order) | {"pages": (pools, sources, targets)}
     return f"{type(order).__name__}{columns}".encode() + b"".join(keys)
 

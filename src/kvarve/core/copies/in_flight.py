@@ -1,19 +1,21 @@
 """Copies in flight: the pages that each one moves, its lease, and its pins until it has ended."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import merge
-from itertools import chain, pairwise, repeat
+from itertools import pairwise, repeat
 from math import inf
 from typing import NamedTuple
 
-from kvarve.core.copies.effects import Copy, Effect, Ended, Hurry, Page, Probe, Refusal, Verified
+from kvarve.core.copies.effects import Column, Copy, Effect, Ended, Hurry, Pages, Probe, Refusal, Verified
 from kvarve.core.lease import Lease
 from kvarve.core.slots.residency import Residency
-from kvarve.core.tree.tree import Run, covering, keys_of, root_of
-from kvarve.pages.boundaries import deepest, members, numbered, ones, span, union
+from kvarve.core.tree.tree import Run, chosen_keys, covering, keys_of, root_of
+from kvarve.pages.boundaries import deepest, members, numbered, ones, span, spans, union
 from kvarve.pages.keys import KEY_BYTES
 from kvarve.pages.pools import Tier
+
+GROWTH = 32  # a batch of a copy has at most the pages before it over this, or the least
 
 Edge = tuple[Tier, Tier]
 
@@ -119,9 +121,9 @@ class Op:
         """The positions of a part whose target slots it still owns."""
         return part.positions & ~self.given.get(part.pool, 0)
 
-    def keys(self, part: Part) -> list[bytes]:
-        """The keys of a part's pages, of a lease's prompt."""
-        return [self.named[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in members(part.positions)]
+    def keys(self, part: Part) -> bytes:
+        """The keys of a part's pages, concatenated."""
+        return chosen_keys(self.named, part.positions) if self.run is None else keys_of(self.run, part.positions)
 
     def pages(self) -> Iterator[Moving]:
         """One by one, in the order in which the effect has them."""
@@ -147,14 +149,8 @@ def batches(parts: Sequence[Part], enough: int) -> Iterator[list[Part]]:
         if parts:
             yield list(parts)
         return
-    cuts, count, last = [0], 0, -1
-    for position in merge(*[members(part.positions) for part in parts]):
-        if count >= enough and position > last:
-            cuts.append(position)
-            count = 0
-        count, last = count + 1, position
     at = [0] * len(parts)
-    for start, stop in pairwise([*cuts, last + 1]):
+    for start, stop in pairwise([0, *_cuts(parts, enough)]):
         batch = list[Part]()
         for i, part in enumerate(parts):
             here = part.positions & span(start, stop)
@@ -162,6 +158,27 @@ def batches(parts: Sequence[Part], enough: int) -> Iterator[list[Part]]:
             if here:
                 batch.append(Part(part.pool, here, part.sources[begin : at[i]], part.targets[begin : at[i]]))
         yield batch
+
+
+def _cuts(parts: Sequence[Part], enough: int) -> list[int]:
+    """The positions at which batches of at least `enough` pages stop; the last one takes what is left. Each costs as
+    much as some pages, so later ones are larger: what is lost when patience runs out is a share of what has come."""
+    steps = Counter[int]()  # of how many parts have pages from here on
+    for part in parts:
+        for start, stop in spans(part.positions):
+            steps[start] += 1
+            steps[stop] -= 1
+    cuts, before, count, height, size = list[int](), 0, 0, 0, enough
+    for here, there in pairwise(sorted(steps)):
+        height, at = height + steps[here], here
+        while height and at < there:
+            width = min(there - at, -(-(size - count) // height))
+            at, count = at + width, count + width * height
+            if count >= size:
+                cuts.append(at)
+                before, count = before + count, 0
+                size = max(enough, before // GROWTH)
+    return cuts if not count else [*cuts, max(steps)]
 
 
 class Copies:
@@ -188,18 +205,18 @@ class Copies:
         else:
             assert op.lease is not None
             op.named, root = op.lease.keys, op.lease.root
-        pages = tuple(chain.from_iterable(self._pages(op, part) for part in op.parts))
+        pages = Pages(tuple(self._column(op, part) for part in op.parts))
         if op.edge == PROBE:
             self.effects.append(Probe(self.sent, pages, root, op.wait_s))
         else:
             urgent = op.edge == FETCH and op.lease is not None and op.lease.claimed
             self.effects.append(Copy(self.sent, *op.edge, pages, root, op.wait_s, urgent))
 
-    def _pages(self, op: Op, part: Part) -> Iterator[Page]:
+    def _column(self, op: Op, part: Part) -> Column:
         """The pages of a part, as an effect has them."""
-        keys = op.keys(part) if op.run is None else keys_of(op.run, part.positions)
-        assert len(keys) == len(part.sources) == len(part.targets), "a slot at both ends for each page"
-        return map(Page, repeat(part.pool), keys, part.sources, part.targets)
+        keys, sources, targets = op.keys(part), tuple(part.sources), tuple(part.targets)
+        assert len(keys) == len(sources) * KEY_BYTES == len(targets) * KEY_BYTES, "a slot at both ends for each page"
+        return Column(part.pool, keys, sources, targets)
 
     def join(self, lease: Lease, number: int) -> None:
         """A lease waits for a fetch of another one too."""

@@ -403,13 +403,18 @@ def slots_of(run: Run, place: int, positions: int) -> list[int]:
     return [slot for each, local in reversed(upward(run, positions)) for slot in each.slots_at(place, local)]
 
 
-def keys_of(run: Run, positions: int) -> list[bytes]:
-    """The keys of positions at or above the end of `run`, in order."""
+def keys_of(run: Run, positions: int) -> bytes:
+    """The keys of positions at or above the end of `run`, in order, concatenated."""
     found = list[bytes]()
     for each, local in reversed(upward(run, positions)):
         named = each.named if local.bit_length() * KEY_BYTES <= len(each.named) else each.keys
-        found += [named[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in boundaries.members(local)]
-    return found
+        found.append(chosen_keys(named, local))
+    return b"".join(found)
+
+
+def chosen_keys(named: bytes, positions: int) -> bytes:
+    """Of concatenated keys those of these positions, concatenated."""
+    return b"".join(named[start * KEY_BYTES : stop * KEY_BYTES] for start, stop in boundaries.spans(positions))
 
 
 def same_pages(left: bytes, right: bytes, start: int, pages: int, width: int) -> int:
