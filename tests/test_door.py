@@ -52,3 +52,10 @@ def test_a_storage_is_closed_at_the_end_of_its_block(tmp_path: Path) -> None:
         assert storage.exists(["page"]) == [False]
     with pytest.raises(kvarve.StorageError, match="closed"):
         storage.exists(["page"])
+
+
+@pytest.mark.parametrize("label", ["mine", b"", b"m" * 65])
+def test_a_label_of_another_kind_or_length_is_refused(tmp_path: Path, label: bytes) -> None:
+    with pytest.raises(kvarve.ConfigError, match="storage label must"):
+        open_storage(f"file://{tmp_path}/store?capacity=64MiB", label=label, description="for a test")
+    assert not [*tmp_path.iterdir()]

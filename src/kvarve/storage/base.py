@@ -233,6 +233,8 @@ def check_settings(capacity_bytes: int, label: bytes) -> None:
     """Raise ConfigError unless a storage can be opened with these, wherever it lies."""
     if capacity_bytes <= 0:
         raise ConfigError(f"a storage needs a capacity above zero, such as 10GiB, got {capacity_bytes} bytes")
+    if not isinstance(label, bytes):
+        raise ConfigError(f"a storage label must be bytes, got {label!r}")
     if not 1 <= len(label) <= LABEL_MAX_BYTES:
         raise ConfigError(f"a storage label must have 1 to {LABEL_MAX_BYTES} bytes, got {len(label)}")
 
