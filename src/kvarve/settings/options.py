@@ -33,6 +33,7 @@ from cyclopts.help import DefaultFormatter, HelpPanel
 from kvarve.errors import ConfigError
 from kvarve.pages.sizes import Size, format_size, parse_size
 from kvarve.settings.values import FORMS, closest, form_of
+from kvarve.system.heap import importing
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -103,7 +104,8 @@ def call(app: App, words: Sequence[str]) -> Any:
 def needs(extra: str, command: str) -> Iterator[None]:
     """Imports for a command; ConfigError says which extra brings a library that is missing."""
     try:
-        yield
+        with importing():
+            yield
     except ModuleNotFoundError as e:
         if (e.name or "kvarve").partition(".")[0] == "kvarve":
             raise
