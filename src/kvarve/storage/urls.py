@@ -34,6 +34,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 _PLACE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/@\s]+)(?::([0-9]{1,5}))?")
 _YES, _NO = ("yes", "true"), ("no", "false")
+_ENCODED = re.compile(r"([?&][^=&]*=[^&]*?(?:/|%2F){2})[^&]*%40", re.IGNORECASE)  # a URL in a parameter, with an @
 _SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
@@ -53,7 +54,7 @@ def shown(text: str) -> str:
     _, secret, place = rest.rpartition("@")
     if secret and not rest.startswith("/"):
         rest = f"***@{place}"
-    return _SECRET.sub(r"\1***", f"{scheme}{found}{rest}")
+    return _SECRET.sub(r"\1***", _ENCODED.sub(r"\1***%40", f"{scheme}{found}{rest}"))
 
 
 @dataclass(frozen=True)

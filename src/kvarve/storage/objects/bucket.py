@@ -29,6 +29,10 @@ _ABOUT_BYTES = 4096  # read of an about.json, which anyone may have written
 _MODEL = re.compile(rf"kvarve-((?:[0-9a-f]{{2}}){{1,{LABEL_MAX_BYTES}}})")
 _CODE = re.compile(r"<Code>\s*(\w{1,64})\s*</Code>")
 _MEANING = (  # the first of which a word occurs in the error
+    (
+        ("169.254.169.254", "metadata.google.internal", "Missing AccessKeyId", "Missing SecretAccessKey"),
+        "there are no credentials: set the variables of the cloud (AWS_ACCESS_KEY_ID, ...), or give profile=",
+    ),
     (("NoSuchBucket", "ContainerNotFound"), "there is no such bucket: make it, or name another one"),
     (
         ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint", "redirect without LOCATION"),
@@ -44,10 +48,6 @@ _MEANING = (  # the first of which a word occurs in the error
         ("AccessDenied", "403 Forbidden", "401 Unauthorized"),
         "no permission: it needs s3:ListBucket on the bucket, and s3:GetObject, s3:PutObject and s3:DeleteObject on "
         "its objects",
-    ),
-    (
-        ("169.254.169.254", "metadata.google.internal", "MissingCredentials"),
-        "there are no credentials: set the variables of the cloud (AWS_ACCESS_KEY_ID, ...), or give profile=",
     ),
 )
 
