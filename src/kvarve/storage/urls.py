@@ -23,6 +23,7 @@ from kvarve.pages.sizes import parse_size
 from kvarve.storage._breaker import Breaker
 from kvarve.storage._tiers import Tiers
 from kvarve.storage.base import ANY_NAME, Around, Damaged, Storage
+from kvarve.storage.upkeep import Upkeep
 from kvarve.system.regions import HostRegion
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,11 @@ class Backend(ABC):
     def only_read(cls, url: StorageUrl) -> bool:
         """Whether a URL asks for a storage of which nothing is written; then it need not say how much that may hold."""
         return False
+
+    @classmethod
+    def upkeep(cls, url: StorageUrl) -> Upkeep:
+        """What `kvarve storage` does without a server. The capacity of its URL may be left out."""
+        raise NotImplementedError
 
     @classmethod
     def allocate(cls, url: StorageUrl, size_bytes: int) -> HostRegion | None:

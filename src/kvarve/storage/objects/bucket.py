@@ -24,7 +24,7 @@ from kvarve.storage.objects.known import hashed
 
 CONNECT_S, REQUEST_S = 3.0, 30.0  # one try of a request, until its last byte
 RETRIES, RETRY_S = 3, 10.0  # of what may pass (5xx, throttling, lost connections); no retry begins later
-_PAGE = 1000  # keys of one listing's answer, and of one request that deletes
+PAGE = 1000  # keys of one listing's answer, and of one request that deletes
 _ABOUT_BYTES = 4096  # read of an about.json, which anyone may have written
 _MODEL = re.compile(rf"kvarve-((?:[0-9a-f]{{2}}){{1,{LABEL_MAX_BYTES}}})")
 _CODE = re.compile(r"<Code>\s*(\w{1,64})\s*</Code>")
@@ -196,7 +196,7 @@ class Bucket:
         """The objects of a label, in parts."""
         root = self.root(label)
         with self.told():
-            for part in self.obstore.list(self.store, root, chunk_size=_PAGE):
+            for part in self.obstore.list(self.store, root, chunk_size=PAGE):
                 found = [(name_of(each["path"], root), each) for each in part]
                 yield [Listed(name, each["size"], each["last_modified"]) for name, each in found if name is not None]
 
@@ -206,6 +206,11 @@ class Bucket:
         with self.told():
             if names:
                 self.obstore.delete(self.store, [key_of(name, root) for name in names])
+
+    def forget(self, label: bytes) -> None:
+        """Delete what is said of a model."""
+        with self.told(), suppress(FileNotFoundError):
+            self.obstore.delete(self.store, f"{self.root(label)}/about.json")
 
     def read(self, label: bytes, name: str, size_bytes: int) -> bytes | None:
         """An object as it is stored; None: it is gone, or not of this size any more."""

@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 from kvarve.errors import ConfigError
 from kvarve.storage.base import Storage, check_settings
 from kvarve.storage.objects.bucket import Settings, library
+from kvarve.storage.objects.bucket_upkeep import BucketUpkeep
 from kvarve.storage.objects.object_storage import ObjectStorage
+from kvarve.storage.upkeep import Upkeep
 from kvarve.storage.urls import Backend, StorageUrl
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}")
@@ -49,6 +51,10 @@ class S3Backend(Backend):
     @classmethod
     def only_read(cls, url: StorageUrl) -> bool:
         return read_settings(url).read_only
+
+    @classmethod
+    def upkeep(cls, url: StorageUrl) -> Upkeep:
+        return BucketUpkeep(read_settings(url))
 
 
 class GoogleBackend(S3Backend):
