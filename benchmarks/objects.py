@@ -23,9 +23,9 @@ from unittest import mock
 from behind.pages import BATCH, MIB, Pages
 from common import arguments, machine, show, watched, write_json
 from kvarve.storage import open_storage
-from kvarve.storage.objects.bucket import key_of
-from kvarve.storage.objects.known import Known
-from kvarve.storage.objects.object_storage import ObjectStorage
+from kvarve.storage.objects._bucket import key_of
+from kvarve.storage.objects._known import Known
+from kvarve.storage.objects._object_storage import ObjectStorage
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "storage"))
 from object_servers import KEY, SECRET, Rclone, moto

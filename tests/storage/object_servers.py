@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from processes import until
 
-from kvarve.storage.objects.bucket import key_of
+from kvarve.storage.objects._bucket import key_of
 
 SCRIPTS = Path(sys.executable).parent
 KEY, SECRET = "ACCESSKEY", "SECRETKEY-THAT-NOBODY-PRINTS"

@@ -16,9 +16,9 @@ from object_servers import KEY, SECRET, Proxy, Rclone, Server, moto
 from processes import until
 
 from kvarve.storage import Storage, open_storage
-from kvarve.storage.objects.bucket import key_of
-from kvarve.storage.objects.known import Known, hashed
-from kvarve.storage.objects.object_storage import ObjectStorage
+from kvarve.storage.objects._bucket import key_of
+from kvarve.storage.objects._known import Known, hashed
+from kvarve.storage.objects._object_storage import ObjectStorage
 from kvarve.testing.suite import LABEL, OTHER_LABEL, Damage, MakeStorage, StorageSuite, UrlOf, get, put, there
 from kvarve.testing.suite_use import OTHER_BYTES
 

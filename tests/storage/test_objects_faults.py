@@ -13,7 +13,7 @@ from object_servers import KEY, SECRET, Proxy, Rclone, refused
 from kvarve.errors import StorageError
 from kvarve.storage import Breaker, Storage, deadline, open_storage
 from kvarve.storage.base import ANY_NAME
-from kvarve.storage.objects import bucket
+from kvarve.storage.objects import _bucket as bucket
 from kvarve.testing.suite import LABEL, get, put
 
 Opened = Callable[..., Storage]

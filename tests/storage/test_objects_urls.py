@@ -8,8 +8,8 @@ import pytest
 
 from kvarve.errors import ConfigError
 from kvarve.storage import check_storage
-from kvarve.storage.objects.bucket import Bucket, Settings, key_of, name_of
-from kvarve.storage.objects.object_backend import read_settings
+from kvarve.storage.objects._bucket import Bucket, Settings, key_of, name_of
+from kvarve.storage.objects._object_backend import read_settings
 from kvarve.storage.urls import parse_url
 from kvarve.testing.suite import LABEL
 

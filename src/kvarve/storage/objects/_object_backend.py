@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 from kvarve.errors import ConfigError
 from kvarve.storage.base import Storage, check_settings
-from kvarve.storage.objects.bucket import Settings, library
-from kvarve.storage.objects.bucket_upkeep import BucketUpkeep
-from kvarve.storage.objects.object_storage import ObjectStorage
+from kvarve.storage.objects._bucket import Settings, library
+from kvarve.storage.objects._bucket_upkeep import BucketUpkeep
+from kvarve.storage.objects._object_storage import ObjectStorage
 from kvarve.storage.upkeep import Upkeep
 from kvarve.storage.urls import Backend, StorageUrl
 

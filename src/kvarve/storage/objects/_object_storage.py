@@ -25,9 +25,9 @@ from kvarve.storage.base import (
     check_settings,
     in_group,
 )
-from kvarve.storage.objects.bucket import Bucket, Settings, key_of
-from kvarve.storage.objects.calls import Batch, Calls
-from kvarve.storage.objects.known import LISTED_MOST, hashed, known_at
+from kvarve.storage.objects._bucket import Bucket, Settings, key_of
+from kvarve.storage.objects._calls import Batch, Calls
+from kvarve.storage.objects._known import LISTED_MOST, hashed, known_at
 from kvarve.system.background import BackgroundCall
 
 log = logging.getLogger(__name__)

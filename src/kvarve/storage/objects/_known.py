@@ -50,7 +50,7 @@ class Known:
             self._listed, self._before, self._told = np.empty(0, np.uint64), {}, {}
 
     def listing(self) -> None:
-        """A listing begins. What is told from now on is newer than what it finds."""
+        """A listing begins: later words count more than its names."""
         with self._lock:
             self._before = (self._before | self._told) if len(self._before) < _TOLD_MOST else {}
             self._told = {}

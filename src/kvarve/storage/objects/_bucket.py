@@ -20,7 +20,7 @@ from typing import Any
 
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage.base import LABEL_MAX_BYTES, is_name
-from kvarve.storage.objects.known import hashed
+from kvarve.storage.objects._known import hashed
 
 CONNECT_S, REQUEST_S = 3.0, 30.0  # one try of a request, until its last byte
 RETRIES, RETRY_S = 3, 10.0  # of what may pass (5xx, throttling, lost connections); no retry begins later
@@ -233,6 +233,6 @@ def key_of(name: str, root: str) -> str:
 
 
 def name_of(key: str, root: str) -> str | None:
-    """The object's name if its key is one of ours."""
+    """The name of an object of this storage; None: another program has made the key."""
     name = key.rpartition("/")[2]
     return name if is_name(name) and key == key_of(name, root) else None

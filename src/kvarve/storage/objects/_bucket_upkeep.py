@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import group_of
-from kvarve.storage.objects.bucket import PAGE, Bucket, Settings
+from kvarve.storage.objects._bucket import PAGE, Bucket, Settings
 from kvarve.storage.upkeep import Contents, Inspection, Model, Stored, Upkeep
 from kvarve.system.background import WorkerPool
 
