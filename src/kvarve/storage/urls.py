@@ -126,6 +126,7 @@ class Backend(ABC):
     secrets: ClassVar[bool] = False  # its URL may have user:password@
 
     bounded: ClassVar[bool] = False  # it holds at most the `capacity` of its URL, and evicts to do so
+    by_gc: ClassVar[bool] = False  # its `ttl` and `capacity` are what `kvarve storage gc` keeps to
     shared: ClassVar[bool] = False  # other processes that open its URL see the same objects
     can_list: ClassVar[bool] = False  # `kvarve storage ls`, `stat`, `gc` and `drop` manage it without a server
     can_verify: ClassVar[bool] = False  # and `kvarve storage verify` reads all of it

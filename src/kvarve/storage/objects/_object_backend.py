@@ -39,7 +39,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # as t
 class S3Backend(Backend):
     example = "s3://BUCKET/kvarve?region=eu-central-1&ttl=7d"
     parameters = _OURS | {*_THEIRS["s3"], "profile"}
-    shared = can_list = can_verify = True
+    shared = by_gc = can_list = can_verify = True
 
     @classmethod
     def prepare(cls, url: StorageUrl, label: bytes, description: str) -> Callable[[], Storage]:
