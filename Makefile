@@ -123,7 +123,7 @@ train: setup
 # torch is installed first and by itself (see TORCH), so the lock leaves it out, whoever requires it; it has hashes and no URLs.
 lock: setup
 	echo 'torch; python_version < "3"' > .venv/none.txt
-	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra compress --extra mooncake --extra redis --extra storage-key --extra otel \
+	$(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --extra dev --extra compress --extra mooncake --extra redis --extra s3 --extra storage-key --extra otel \
 		--extra events --extra quantized --override .venv/none.txt --no-header --no-annotate pyproject.toml -o requirements.lock
 
 # The versions of what the engines need, with hashes; torch as for kvarve itself, and no sound or video.

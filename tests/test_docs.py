@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import forks
-from kvarve.storage.urls import backend_of, parse_url
 
 FOLDERS = ("src", "tests", "benchmarks", "tools")
 ROOT = Path(__file__).parents[1]
@@ -92,18 +91,3 @@ def test_a_sentence_has_one_idea_and_no_phrase_that_says_nobody_does_it() -> Non
             assert len(words) <= longest, f"{page}: {len(words)} words: {sentence}"
             found = [phrase for phrase in BANNED if re.search(rf"\b{phrase}\b", sentence)]
             assert not found, f"{page}: {found}: {sentence}"
-
-
-def test_the_table_of_storages_says_what_their_classes_do() -> None:
-    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "storages.md").read_text().splitlines()]
-    (heads,) = [cells[1:] if cells[0] == "" else cells for cells in rows if "`file://`" in cells]
-    backends = [backend_of(parse_url(f"{head.strip('`')}/x")) for head in heads]
-    whole = [cells for cells in rows if len(cells) == len(heads) + 1]
-    said = {cells[0]: [not cell.startswith("no") for cell in cells[1:]] for cells in whole}
-    assert said["`kvarve storage stat`, `ls`, `verify`, `gc`, `drop`"] == [backend.can_list for backend in backends]
-    assert said["shared by processes of a machine"] == [backend.shared for backend in backends]
-    for name in ("quota", "read_only"):
-        (row,) = [cells for what, cells in said.items() if what.startswith(f"`{name}=")]
-        assert row == [name in backend.parameters for backend in backends], name
-    (bounds,) = [cells for cells in rows if cells[0] == "its room is bounded by"]
-    assert [cell == "`capacity=`" for cell in bounds[1:]] == [backend.bounded for backend in backends]

@@ -191,6 +191,7 @@ OPTIONAL = {
     "cuda",
     "mooncake",
     "redis",
+    "obstore",
     "cryptography",
     "zstandard",
     "lz4",

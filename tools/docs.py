@@ -16,7 +16,7 @@ import transformers
 from prometheus_client.core import Metric
 
 import residency
-from kvarve import metrics
+from kvarve import metrics, testing
 from kvarve.core.copies import in_flight
 from kvarve.core.lease import MOVES, Cause, Phase
 from kvarve.core.observe.histograms import Ages, Histogram
@@ -27,9 +27,11 @@ from kvarve.pages.pools import Tier
 from kvarve.reference.engine import families
 from kvarve.settings import engine_flags
 from kvarve.storage.base import StorageUsage
+from kvarve.storage.urls import Backend, StorageUrl, backend_of
 from kvarve.transfer.flows import LANES, Flow
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS, TESTS = Path(__file__).parents[1] / "docs", Path(__file__).parents[1] / "tests" / "storage"
+GC_DOES = ("capacity", "ttl")  # where a storage does not by itself
 PART = re.compile(r"(<!-- from the code: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -141,6 +143,44 @@ def sglang_metrics() -> str:
     return _table(metrics.OTHERS["sglang"](all_numbers()))
 
 
+STORAGES = ("file", "s3", "redis", "mooncake", "hf3fs")
+SUITE_FILES = {"file": "file_storage", "s3": "objects"}  # where a storage runs the suites, if not in test_SCHEME.py
+
+
+def storages() -> str:
+    """What each storage can do, as its class declares it; and the suites that it passes, as its tests say."""
+    backends = {scheme: backend_of(StorageUrl("", scheme, "", "", {})) for scheme in STORAGES}
+
+    def told(has: Callable[[type[Backend]], bool], no: Callable[[type[Backend]], str] = lambda _: "no") -> list[str]:
+        return ["yes" if has(backend) else no(backend) for backend in backends.values()]
+
+    def parameter(name: str) -> list[str]:
+        return [
+            "no" if name not in each.parameters else "by `gc`" if each.by_gc and name in GC_DOES else "yes"
+            for each in backends.values()
+        ]
+
+    def suites(scheme: str) -> str:
+        text = (TESTS / f"test_{SUITE_FILES.get(scheme, scheme)}.py").read_text()
+        bases = {base.strip() for found in re.findall(r"class \w+\((.*?)\)", text) for base in found.split(",")}
+        return ", ".join(name for name in testing.__all__ if name.endswith("Suite") and name in bases)
+
+    rows = {
+        "shared by processes": told(lambda it: it.shared),
+        "holds at most its `capacity=`": parameter("capacity"),
+        "`ttl=`": parameter("ttl"),
+        "`quota=` of a salt": parameter("quota"),
+        "`read_only=yes`": parameter("read_only"),
+        "`kvarve storage stat`, `ls`, `gc`, `drop`": told(lambda it: it.can_list, lambda it: f"no ({it.managed_by})"),
+        "`kvarve storage verify`": told(lambda it: it.can_verify),
+        "a password in its URL": told(lambda it: it.secrets),
+        "suites of `kvarve.testing`": [*map(suites, backends)],
+    }
+    heads = " | ".join(f"`{scheme}://`" for scheme in backends)
+    table = [f"| | {heads} |", "|---" * (1 + len(backends)) + "|"]
+    return "\n".join(table + [f"| {what} | {' | '.join(cells)} |" for what, cells in rows.items()]) + "\n"
+
+
 # By page: its blocks in order.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "architecture.md": {
@@ -152,6 +192,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "families.md": {"families": families.markdown},
     "http.md": {"flags": flags},
+    "storages.md": {"storages": storages},
     "metrics.md": {"own_metrics": own_metrics, "vllm_metrics": vllm_metrics, "sglang_metrics": sglang_metrics},
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "storage"))  # real servers of storages
 
 from filling import POOLS, Clock, Make, a_config, an_identity
 

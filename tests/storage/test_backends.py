@@ -41,7 +41,7 @@ class Odd(Backend):
 
 def test_a_package_adds_a_scheme_and_is_imported_when_its_first_url_is_parsed(package):
     package("kvarve_odd", "odd = kvarve_odd:Odd", ODD)
-    with pytest.raises(ConfigError, match="known are file://, hf3fs://, memory://, mooncake://, odd://"):
+    with pytest.raises(ConfigError, match="known are az://, file://, gs://, hf3fs://, memory://, mooncake://, odd://"):
         parse_url("other://x")
     assert "kvarve_odd" not in sys.modules
     storage = open_storage("odd://x?depth=70", label=LABEL, description="model A")

@@ -84,10 +84,13 @@ def test_a_memory_url_is_found_again_by_its_name():
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("", "known are file://"),
+        ("", "known are az://, file://"),
         ("store", "must be an absolute path or a storage URL"),
         ("/store?capacity=1GiB", "write file:///store[?]capacity=1GiB"),
-        ("gopher://store?capacity=1GiB", "unknown storage 'gopher'; known are file://, hf3fs://, memory://"),
+        (
+            "gopher://store?capacity=1GiB",
+            "unknown storage 'gopher'; known are az://, file://, gs://, hf3fs://, memory://",
+        ),
         ("file://store?capacity=1GiB", "three slashes and an absolute path"),
         ("file:///store", "must say how much it may hold"),
         ("file:///store?capacity", "cannot be read as a URL"),

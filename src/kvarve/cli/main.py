@@ -243,13 +243,13 @@ def _ask_server(method: str, options: Remote, body: dict[str, Any] | None = None
     print(admin_client.storage(method, options.server, options.admin_key, body))
 
 
-# --- of a folder
+# --- of a folder or a bucket
 
 for _name, _help, _more in (
-    ("ls", "List the pages in a folder, most recently used first.", " --by size"),
-    ("stat", "Summarize the pages in a folder by model, group and pool.", ""),
-    ("verify", "Read every page in a folder and report damaged ones; exits with 1 if there are any.", " --json -"),
-    ("gc", "Free pages past the URL's ttl and leftovers of dead processes in a folder.", " --unused-for 30d"),
+    ("ls", "List the pages in a storage, most recently used first.", " --by size"),
+    ("stat", "Summarize the pages in a storage by model, group and pool.", ""),
+    ("verify", "Read every page in a storage and report damaged ones; exits with 1 if there are any.", " --json -"),
+    ("gc", "Free pages past the URL's ttl and leftovers of dead processes in a storage.", " --unused-for 30d"),
     ("drop", "Remove a group's pages, a model's, or all: one of --group, --model and --all.", " --group 1f3a"),
 ):
     _shown = example(f"kvarve storage {_name} /var/kvarve{_more}")

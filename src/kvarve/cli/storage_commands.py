@@ -1,7 +1,7 @@
-"""`kvarve storage ls|stat|verify|gc|drop`: maintenance of a file store's folder, also while servers use it.
+"""`kvarve storage ls|stat|verify|gc|drop`: upkeep of a folder or a bucket, also while servers use it.
 
 The first three change nothing; `gc` and `drop` are one more process on the folder. Output and refusals are here, the
-work is in `kvarve.storage.file.maintenance`. Exit codes: 0 done, 1 verify found damage, 2 refused or failed (an error
+work is in an `Upkeep` of the storage. Exit codes: 0 done, 1 verify found damage, 2 refused or failed (an error
 says why).
 """
 
@@ -25,14 +25,14 @@ from kvarve.records.record import is_keyed, title, whole
 from kvarve.records.seals import CHECKSUM, Seal, seal_of
 from kvarve.reports import Printer, plain_table
 from kvarve.settings.commands import Drop, Gc, Ls, Maintain, VerifyStored
-from kvarve.storage.file import maintenance
-from kvarve.storage.file.file_backend import FileSettings, file_settings
-from kvarve.storage.file.maintenance import Model, Stored
+from kvarve.storage.upkeep import Contents, Model, Stored, Upkeep
 from kvarve.storage.urls import backend_of, parse_time, parse_url
 
 Url = Annotated[
     str,
-    Parameter(name="URL", help="URL or folder of a file storage, such as file:///var/kvarve or var/kvarve"),
+    Parameter(
+        name="URL", help="URL or folder of a storage, such as file:///var/kvarve, var/kvarve or s3://BUCKET/kvarve"
+    ),
 ]
 
 ORDERS: dict[str, Callable[[Stored], float]] = {
@@ -50,7 +50,7 @@ _UNCHECKED = {  # objects that cannot be checked: no page's name, no key given, 
 _UNITS = ((2 * 86400, 86400, "d"), (2 * 3600, 3600, "h"), (2 * 60, 60, "min"), (0, 1, "s"))
 
 
-def _place(text: str, *, verify: bool = False) -> FileSettings:
+def _place(text: str, *, verify: bool = False) -> Upkeep:
     """Parse a URL, or a folder's path. Nothing is created; the capacity may be left out."""
     url = parse_url(text if "://" in text else str(Path(text).absolute()))
     backend = backend_of(url)
@@ -63,9 +63,8 @@ def _place(text: str, *, verify: bool = False) -> FileSettings:
         raise ConfigError(
             f"{url.text} is not supported here, as it is {whom}: kvarve storage status shows a server's view of it"
         )
-    settings = file_settings(url)
     # The capacity of a plain path is a default, not the user's.
-    return settings if "://" in text else replace(settings, capacity_bytes=None)
+    return backend.upkeep(url if "://" in text else replace(url, parameters={}))
 
 
 # --- the commands
@@ -73,7 +72,7 @@ def _place(text: str, *, verify: bool = False) -> FileSettings:
 
 def ls(url: Url, /, *, options: Ls = Ls()) -> int:
     place, out = _place(url), Printer(options.json)
-    models = maintenance.models(place.folder)
+    models = place.contents().models
     found = [(model, each) for model, objects in _objects(place, models) for each in objects]
     if options.group is not None:
         group = _the_one(place, "group", options.group, {each.group for _, each in found})
@@ -94,14 +93,14 @@ def ls(url: Url, /, *, options: Ls = Ls()) -> int:
     size = format_size(sum(each.size_bytes for _, each in found))
     out.say(f"{_many(len(found), 'object')}, {size}" + (f"; {more:,} more are not shown (--limit)" if more else ""))
     objects = [_object_json(model, each) for model, each in shown]
-    return out.write({"folder": str(place.folder), "objects": objects, "more": more})
+    return out.write({"folder": place.where, "objects": objects, "more": more})
 
 
 def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
     place, out = _place(url), Printer(options.json)
-    contents = maintenance.contents(place.folder)
+    contents = place.contents()
     models = contents.models
-    text = f"{place.folder}: {format_size(contents.bytes)} in {_many(len(models), 'model')}"
+    text = f"{place.where}: {format_size(contents.bytes)} in {_many(len(models), 'model')}"
     if place.capacity_bytes is not None:
         text += f", {contents.bytes / place.capacity_bytes:.0%} of {format_size(place.capacity_bytes)}"
     out.say(text)
@@ -109,14 +108,15 @@ def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
         out.say(f"  {damage}")
     reports: list[dict[str, Any]] = []
     for model in models:
-        with maintenance.inspect(place.folder, model) as inspection:
+        with place.inspect(model) as inspection:
             objects, slots, lost = inspection.objects(), inspection.states(), inspection.lost
         rows = _shares(objects)
         reports.append(_model_json(model) | {"slots": slots, "objects": len(objects), "groups": [*rows], "lost": lost})
         use = "in use" if model.in_use else f"not used for {_age(_unused_s(model, objects))}"
         out.say(f"\n{model.description}")
         out.say(f"  fingerprint {_short(model)}, {use}, {format_size(model.file_bytes)} on disk")
-        out.say("  slots: " + ", ".join(f"{count:,} {state}" for state, count in slots.items() if count))
+        if slots:
+            out.say("  slots: " + ", ".join(f"{count:,} {state}" for state, count in slots.items() if count))
         for damage in lost:
             out.say(f"  {damage}")
         table = plain_table("group", "pool", right=("objects", "size", "oldest", "newest", "last used"))
@@ -126,7 +126,7 @@ def stat(url: Url, /, *, options: Maintain = Maintain()) -> int:
         if rows:
             out.table(table)
     sizes = {"bytes": contents.bytes, "capacity_bytes": place.capacity_bytes}
-    return out.write({"folder": str(place.folder)} | sizes | {"models": reports, "damaged": contents.damaged})
+    return out.write({"folder": place.where} | sizes | {"models": reports, "damaged": contents.damaged})
 
 
 def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
@@ -137,7 +137,7 @@ def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
     damages = len(contents.damaged)
     for model in contents.models:
         inspector = Inspector(model.label, seal)
-        with maintenance.inspect(place.folder, model) as inspection, _progress(model.description) as tick:
+        with place.inspect(model) as inspection, _progress(model.description) as tick:
             read, damaged = inspection.verify(inspector.intact, tick)
             lost, lost_objects = inspection.lost, inspection.lost_objects
         damages += len(damaged) + len(lost)
@@ -156,7 +156,7 @@ def verify(url: Url, /, *, options: VerifyStored = VerifyStored()) -> int:
         notes += [f"{_many(inspector.unchecked[it], 'object')} {why}" for it, why in _UNCHECKED.items() if counts[it]]
         for note in notes:
             out.say(f"  {note}")
-    report = {"folder": str(place.folder), "ok": not damages, "models": reports, "damaged": contents.damaged}
+    report = {"folder": place.where, "ok": not damages, "models": reports, "damaged": contents.damaged}
     return out.write(report, 1 if damages else 0)
 
 
@@ -204,14 +204,11 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
     reports: list[dict[str, Any]] = []
     contents = _contents(place, out)
     for model in contents.models:
-        with maintenance.inspect(place.folder, model) as inspection:
+        with place.inspect(model) as inspection:
             unused_s = _unused_s(model, inspection.objects())
-        with maintenance.opened(place.folder, model, ttl_s=place.ttl_s, shared=place.shared) as storage:
-            counts = storage.collect()
+        counts = place.collect(model)
         old = unused_for_s is not None and not model.in_use and unused_s >= unused_for_s
-        removed = old and maintenance.drop_model(
-            place.folder, model, f"kvarve storage gc --unused-for {options.unused_for}", shared=place.shared
-        )
+        removed = old and place.drop_model(model, f"kvarve storage gc --unused-for {options.unused_for}")
         reports.append(_model_json(model) | counts | {"unused_s": unused_s, "removed": removed})
         old_objects, slabs = counts["expired"], counts["damaged_bytes"]
         done = [f"{old_objects:,} objects were too old"] if old_objects else []
@@ -219,15 +216,17 @@ def gc(url: Url, /, *, options: Gc = Gc()) -> int:
         if removed:
             done = [f"not used for {_age(unused_s)}: removed", format_size(model.file_bytes)]
         out.say(f"{_named(model)}: {', '.join(done) or 'nothing to free'}")
-    return out.write({"folder": str(place.folder), "models": reports, "damaged": contents.damaged})
+    if place.advice:
+        out.say(f"the bucket does so itself, with this in place of all its rules: {place.advice}")
+    return out.write({"folder": place.where, "models": reports, "damaged": contents.damaged})
 
 
 def drop(url: Url, /, *, options: Drop = Drop()) -> int:
     if (options.group is not None) + (options.model is not None) + options.all != 1:
         raise ConfigError("drop needs one of --group, --model and --all (see kvarve storage drop --help)")
     place, out = _place(url), Printer(options.json)
-    models = maintenance.models(place.folder)
-    report: dict[str, Any] = {"folder": str(place.folder), "dropped": False}
+    models = place.contents().models
+    report: dict[str, Any] = {"folder": place.where, "dropped": False}
     if options.group is not None:
         objects = {model.label: found for model, found in _objects(place, models)}
         group = _the_one(place, "group", options.group, {each.group for found in objects.values() for each in found})
@@ -239,8 +238,7 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
             return out.write(report)
         count = 0
         for model in models:
-            with maintenance.opened(place.folder, model, shared=place.shared) as storage:
-                count += storage.drop(group)
+            count += place.drop(model, group)
         report |= {"dropped": True, "objects": count}
         out.say(f"{_many(count, 'object')} dropped")
         return out.write(report)
@@ -256,7 +254,7 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
     if not _agreed(f"drop {_many(len(models), 'model')}, {size}: {what}", options, out):
         return out.write(report)
     for model in models:
-        if not maintenance.drop_model(place.folder, model, "kvarve storage drop", shared=place.shared):
+        if not place.drop_model(model, "kvarve storage drop"):
             raise StorageError(_in_use(model))  # it has been opened since
         out.say(f"{_named(model)}: dropped")
     return out.write(report | {"dropped": True})
@@ -265,21 +263,21 @@ def drop(url: Url, /, *, options: Drop = Drop()) -> int:
 # --- shared
 
 
-def _contents(place: FileSettings, out: Printer) -> maintenance.Contents:
+def _contents(place: Upkeep, out: Printer) -> Contents:
     """What the folder has; its damage is printed."""
-    contents = maintenance.contents(place.folder)
+    contents = place.contents()
     for damage in contents.damaged:
         out.say(damage)
     return contents
 
 
-def _objects(place: FileSettings, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
+def _objects(place: Upkeep, models: Iterable[Model]) -> Iterator[tuple[Model, list[Stored]]]:
     for model in models:
-        with maintenance.inspect(place.folder, model) as inspection:
+        with place.inspect(model) as inspection:
             yield model, inspection.objects()
 
 
-def _the_one(place: FileSettings, kind: str, begins: str, known: set[str]) -> str:
+def _the_one(place: Upkeep, kind: str, begins: str, known: set[str]) -> str:
     """The one name with this prefix, as for git commits; ConfigError if there is none, or several."""
     found = sorted({each for each in known if each.startswith(begins)} if begins not in known else {begins})
     if len(found) == 1:
@@ -287,7 +285,7 @@ def _the_one(place: FileSettings, kind: str, begins: str, known: set[str]) -> st
     problem = f"no {kind} begins with {begins!r}"
     if found:
         problem = f"several {kind}s begin with {begins!r}: {', '.join(each[:16] for each in found[:4])}"
-    raise ConfigError(f"--{kind} must begin one name: {problem}; kvarve storage stat {place.folder} lists them")
+    raise ConfigError(f"--{kind} must begin one name: {problem}; kvarve storage stat {place.where} lists them")
 
 
 def _agreed(what: str, options: Drop, out: Printer) -> bool:

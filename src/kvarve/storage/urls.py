@@ -23,6 +23,7 @@ from kvarve.pages.sizes import parse_size
 from kvarve.storage._breaker import Breaker
 from kvarve.storage._tiers import Tiers
 from kvarve.storage.base import ANY_NAME, Around, Damaged, Storage
+from kvarve.storage.upkeep import Upkeep
 from kvarve.system.regions import HostRegion
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 _PLACE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/@\s]+)(?::([0-9]{1,5}))?")
 _YES, _NO = ("yes", "true"), ("no", "false")
+_ENCODED = re.compile(r"([?&][^=&]*=[^&]*?(?:/|%2F){2})[^&]*%40", re.IGNORECASE)  # a URL in a parameter, with an @
 _SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
@@ -53,7 +55,7 @@ def shown(text: str) -> str:
     _, secret, place = rest.rpartition("@")
     if secret and not rest.startswith("/"):
         rest = f"***@{place}"
-    return _SECRET.sub(r"\1***", f"{scheme}{found}{rest}")
+    return _SECRET.sub(r"\1***", _ENCODED.sub(r"\1***%40", f"{scheme}{found}{rest}"))
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Backend(ABC):
     secrets: ClassVar[bool] = False  # its URL may have user:password@
 
     bounded: ClassVar[bool] = False  # it holds at most the `capacity` of its URL, and evicts to do so
+    by_gc: ClassVar[bool] = False  # its `ttl` and `capacity` are what `kvarve storage gc` keeps to
     shared: ClassVar[bool] = False  # other processes that open its URL see the same objects
     can_list: ClassVar[bool] = False  # `kvarve storage ls`, `stat`, `gc` and `drop` manage it without a server
     can_verify: ClassVar[bool] = False  # and `kvarve storage verify` reads all of it
@@ -139,6 +142,11 @@ class Backend(ABC):
     def only_read(cls, url: StorageUrl) -> bool:
         """Whether a URL asks for a storage of which nothing is written; then it need not say how much that may hold."""
         return False
+
+    @classmethod
+    def upkeep(cls, url: StorageUrl) -> Upkeep:
+        """What `kvarve storage` does without a server. The capacity of its URL may be left out."""
+        raise NotImplementedError
 
     @classmethod
     def allocate(cls, url: StorageUrl, size_bytes: int) -> HostRegion | None:

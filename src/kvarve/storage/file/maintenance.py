@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -38,44 +37,11 @@ from kvarve.storage.file.folder import (
     slab_name,
     slab_numbers,
 )
+from kvarve.storage.upkeep import Contents, Model, Stored, Upkeep
 
 _AS_LARGE_AS_IT_IS = 1 << 62
 _LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing
 _TICK = 16  # objects
-
-
-@dataclass(frozen=True)
-class Model:
-    """One model's part of a folder. `open_s_ago`: since a process that uses it last had it open, by the wall clock."""
-
-    label: bytes
-    description: str
-    folder: Path
-    file_bytes: int
-    in_use: bool
-    open_s_ago: float
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The models of a folder, its size, and the problems of models that cannot be identified, and of the folder."""
-
-    models: list[Model]
-    bytes: int
-    damaged: list[str]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One object. `slot_bytes`: its size on the disk; ages are by the store's own clock."""
-
-    name: str
-    group: str
-    slot_bytes: int
-    size_bytes: int
-    stored_s_ago: float
-    used_s_ago: float
-    uses: int
 
 
 # --- inspection
@@ -266,3 +232,30 @@ def drop_model(directory: str | os.PathLike[str], model: Model, why: str, *, sha
             return True  # another process removed it
         finally:
             store.close()
+
+
+class FolderUpkeep(Upkeep):
+    """`kvarve storage` of a folder."""
+
+    advice = None
+
+    def __init__(self, folder: Path, capacity_bytes: int | None, ttl_s: float | None, shared: bool) -> None:
+        self._folder, self.where, self.capacity_bytes = folder, str(folder), capacity_bytes
+        self._ttl_s, self._shared = ttl_s, shared
+
+    def contents(self) -> Contents:
+        return contents(self._folder)
+
+    def inspect(self, model: Model) -> AbstractContextManager[Inspection]:
+        return inspect(self._folder, model)
+
+    def collect(self, model: Model) -> dict[str, int]:
+        with opened(self._folder, model, ttl_s=self._ttl_s, shared=self._shared) as storage:
+            return storage.collect()
+
+    def drop(self, model: Model, group: str) -> int:
+        with opened(self._folder, model, shared=self._shared) as storage:
+            return storage.drop(group)
+
+    def drop_model(self, model: Model, why: str) -> bool:
+        return drop_model(self._folder, model, why, shared=self._shared)

@@ -10,6 +10,8 @@ from kvarve.storage.base import Storage
 from kvarve.storage.file._index import DEFAULT_THREADS, check_limits
 from kvarve.storage.file.file_storage import FileStorage
 from kvarve.storage.file.folder import Wanted, check_folder, checked_path
+from kvarve.storage.file.maintenance import FolderUpkeep
+from kvarve.storage.upkeep import Upkeep
 from kvarve.storage.urls import Backend, StorageUrl
 
 
@@ -64,3 +66,8 @@ class FileBackend(Backend):
     @classmethod
     def only_read(cls, url: StorageUrl) -> bool:
         return file_settings(url).read_only
+
+    @classmethod
+    def upkeep(cls, url: StorageUrl) -> Upkeep:
+        settings = file_settings(url)
+        return FolderUpkeep(settings.folder, settings.capacity_bytes, settings.ttl_s, settings.shared)
