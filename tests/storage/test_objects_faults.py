@@ -274,6 +274,53 @@ def test_whatever_the_server_does_no_byte_is_wrong_and_no_call_is_late(proxy, op
     assert [get(storage, name) for name in whole] == [*whole.values()]
 
 
+def test_a_server_that_knows_no_create_only_put_stores_all_the_same(proxy, opened):
+    conditional = []
+
+    def fault(handler, method):
+        if handler.headers.get("If-None-Match") is None:
+            return False
+        conditional.append(handler.path)
+        return refused(501, "NotImplemented")(handler, method)
+
+    storage = opened(proxy.url(more="&threads=1"))
+    proxy.fault = fault
+    assert put(storage, a=b"1", b=b"2") == [True, True]
+    assert (get(storage, "a"), get(storage, "b")) == (b"1", b"2")
+    assert len(conditional) <= 2, "it is asked once, and not again"
+
+
+def test_what_a_server_says_moves_no_terminal_and_a_name_that_looks_like_an_error_is_none(proxy, opened):
+    storage = opened(proxy.url("x/NoSuchBucket"))
+    assert storage.exists(["NoSuchBucket", "InvalidRange"]) == [False, False]
+    assert get(storage, "NoSuchBucket") is None
+
+    def escapes(handler, method):
+        handler.send_response(418)
+        handler.send_header("Content-Length", "12")
+        handler.end_headers()
+        handler.wfile.write(b"" if method == "HEAD" else b"\x1b[2J\x1b]0;hi\x07")
+        return True
+
+    proxy.fault = escapes
+    with pytest.raises(StorageError) as refusal:
+        opened(proxy.url())
+    assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "about", [b"[" * 4000, b"\xff", b"[]", b"{}", b'{"description": "\\u001b[2J"}', b"x" * 100_000]
+)
+def test_what_is_said_of_a_model_may_be_forged(proxy, opened, about):
+    storage = opened(proxy.url())
+    put(storage, page=b"1")
+    key = f"{storage._root}/about.json"
+    storage._obstore.put(storage._store, key, about)
+    (said,) = storage._bucket.models().values()
+    assert said.isprintable()
+    assert len(said) <= 400
+
+
 def test_without_credentials_it_says_so(proxy, opened, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

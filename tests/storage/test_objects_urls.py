@@ -88,6 +88,9 @@ def test_each_cloud_has_a_store_of_the_library(url, monkeypatch):
         "s3://bucket/x?endpoint=http://host:99999",
         "s3://bucket/x?endpoint=http://host/%3Fa=b",
         "s3://bucket/x?endpoint=http://[::1",
+        "s3://bucket/x?region=eu.evil.org/",
+        "s3://bucket/x?kms_key=%0Aheader",
+        "az://bucket/x?account=evil.org/",
         "gs://bucket/x?region=eu",
         "az://bucket/x?sse=AES256",
     ],
@@ -137,6 +140,8 @@ def test_only_a_key_that_we_would_make_is_ours():
 
 
 def test_the_command_of_the_lifecycle_says_days_and_the_prefix():
+    injected = "http://h/';touch x;'"
+    assert injected in shlex.split(settings(f"s3://bucket?ttl=1d&endpoint={injected}").lifecycle() or "")
     command = shlex.split(settings("s3://bucket/kv?ttl=30h&endpoint=http://h:1").lifecycle() or "")
     assert command[:6] == ["aws", "s3api", "put-bucket-lifecycle-configuration", "--bucket", "bucket", "--endpoint-url"]
     (rule,) = json.loads(command[-1])["Rules"]

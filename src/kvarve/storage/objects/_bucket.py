@@ -10,6 +10,7 @@ import configparser
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,15 +26,18 @@ from kvarve.storage.objects._known import hashed
 CONNECT_S, REQUEST_S = 3.0, 30.0  # one try of a request, until its last byte
 RETRIES, RETRY_S = 3, 10.0  # of what may pass (5xx, throttling, lost connections); no retry begins later
 PAGE = 1000  # keys of one listing's answer, and of one request that deletes
+_CERTIFICATE_BYTES = 1 << 20  # read of a file of them
 _ABOUT_BYTES = 4096  # read of an about.json, which anyone may have written
 _MODEL = re.compile(rf"kvarve-((?:[0-9a-f]{{2}}){{1,{LABEL_MAX_BYTES}}})")
+_PRINTED = re.compile(r"[^\x20-\x7e]")  # no escape of a terminal gets into what people read
 _CODE = re.compile(r"<Code>\s*(\w{1,64})\s*</Code>")
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _MEANING = (  # the first of which a word occurs in the error
     (
         ("169.254.169.254", "metadata.google.internal", "Missing AccessKeyId", "Missing SecretAccessKey"),
         "there are no credentials: set the variables of the cloud (AWS_ACCESS_KEY_ID, ...), or give profile=",
     ),
-    (("NoSuchBucket", "ContainerNotFound"), "there is no such bucket: make it, or name another one"),
+    (NO_BUCKET, "there is no such bucket: make it, or name another one"),
     (
         ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint", "redirect without LOCATION"),
         "the bucket is in another region: give region=",
@@ -85,12 +89,9 @@ class Settings:
             "Filter": {"Prefix": "/".join(filter(None, (self.prefix, "kvarve-")))},
             "Expiration": {"Days": max(1, -int(-self.ttl_s // 86400))},
         }
-        endpoint = f" --endpoint-url '{self.config['endpoint']}'" if "endpoint" in self.config else ""
-        rules = json.dumps({"Rules": [rule]})
-        return (
-            f"aws s3api put-bucket-lifecycle-configuration --bucket {self.bucket}{endpoint} "
-            f"--lifecycle-configuration '{rules}'"
-        )
+        words = ["aws", "s3api", "put-bucket-lifecycle-configuration", "--bucket", self.bucket]
+        words += ["--endpoint-url", str(self.config["endpoint"])] if "endpoint" in self.config else []
+        return shlex.join([*words, "--lifecycle-configuration", json.dumps({"Rules": [rule]})])
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,12 @@ class Bucket:
     def trouble(self, error: BaseException) -> StorageError:
         """One line about an error of the library, whose own words quote the server's whole answer."""
         text = str(error)
-        code = _CODE.search(text)
+        code = code_of(error)
         meaning = next((says for words, says in _MEANING if any(word in text for word in words)), None)
         if meaning is not None:
-            return StorageError(f"{self.settings.where}: {meaning}" + (f" ({code[1]})" if code else ""))
+            return StorageError(f"{self.settings.where}: {meaning}" + (f" ({code})" if code else ""))
         first = " ".join(text.partition("Debug source")[0].split())
-        said = code[1] if code else re.sub(r"^Generic \w+ error: |https?://\S+", "", first)[:200]
+        said = code or _PRINTED.sub("?", re.sub(r"^Generic \w+ error: |https?://\S+", "", first))[:200]
         return StorageError(f"{self.settings.where}: {said or type(error).__name__}")
 
     @contextmanager
@@ -187,10 +188,11 @@ class Bucket:
 
     def _about(self, label: bytes) -> str:
         said = "a model that is not described"
-        with suppress(LookupError, TypeError, StorageError), self.told():  # it is for people: missing, damaged, forged
+        # It is for people, and may be missing, damaged or forged.
+        with suppress(LookupError, TypeError, RecursionError, StorageError), self.told():
             result = self.obstore.get(self.store, f"{self.root(label)}/about.json")
-            said = str(json.loads(next(iter(result.stream(_ABOUT_BYTES)), b""))["description"])
-        return re.sub(r"[^\x20-\x7e]", "?", said)[:400]
+            said = str(json.loads(next(iter(result.stream(_ABOUT_BYTES)), b"")[:_ABOUT_BYTES])["description"])
+        return _PRINTED.sub("?", said)[:400]
 
     def listed(self, label: bytes) -> Iterator[list[Listed]]:
         """The objects of a label, in parts."""
@@ -221,9 +223,16 @@ class Bucket:
         return None
 
 
+def code_of(error: BaseException) -> str:
+    """What a server has called an error, empty if it has not. All other words may quote a key, so any name."""
+    code = _CODE.search(str(error))
+    return code[1] if code else ""
+
+
 def _certificate(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            return file.read(_CERTIFICATE_BYTES)
     except OSError as error:
         raise StorageError(f"{path}: the certificate cannot be read: {error.strerror}") from None
 

@@ -31,6 +31,8 @@ _THEIRS: dict[str, dict[str, str]] = {
     "gs": {"anonymous": "skip_signature"},
     "az": {"account": "account_name", "anonymous": "skip_signature"},
 }
+_FORMS = {name: re.compile(r"[a-z0-9-]{1,60}") for name in ("region", "account")}  # they become parts of a host's name
+_FORMS["kms_key"] = re.compile(r"[A-Za-z0-9:/._-]{1,300}")
 _FLAGS = ("virtual_host", "bucket_key", "anonymous")
 _SSE = ("AES256", "aws:kms", "aws:kms:dsse")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # as the library reads them
@@ -81,6 +83,9 @@ def read_settings(url: StorageUrl, environ: Mapping[str, str] = os.environ) -> S
     for name, theirs in _THEIRS[url.scheme].items():
         if name in given:
             config[theirs] = url.yes(name, default=False) if name in _FLAGS else given[name]
+    for name, form in _FORMS.items():
+        if name in given and not form.fullmatch(given[name]):
+            raise ConfigError(f"{text}: {name} must be as the cloud names it, got {given[name]!r}")
     if given.get("sse", _SSE[0]) not in _SSE:
         raise ConfigError(f"{text}: sse must be {', '.join(_SSE[:-1])} or {_SSE[-1]}, got {given['sse']!r}")
     endpoint = given.get("endpoint") or next((environ[name] for name in _ENDPOINTS if environ.get(name)), None)

@@ -25,7 +25,7 @@ from kvarve.storage.base import (
     check_settings,
     in_group,
 )
-from kvarve.storage.objects._bucket import Bucket, Settings, key_of
+from kvarve.storage.objects._bucket import NO_BUCKET, Bucket, Settings, code_of, key_of
 from kvarve.storage.objects._calls import Batch, Calls
 from kvarve.storage.objects._known import LISTED_MOST, hashed, known_at
 from kvarve.system.background import BackgroundCall
@@ -48,7 +48,7 @@ class ObjectStorage(Storage):
         self._obstore, self._store = self._bucket.obstore, self._bucket.store
         self._calls = Calls(settings.threads, settings.where)
         self._known = known_at((*settings.place, label.hex()))
-        self._described = settings.read_only
+        self._described, self._mode = settings.read_only, "create"
         self._turn = threading.Condition()
         self._deleting: set[str] = set()  # under way, perhaps without their callers: a put of one comes after that
         self._pid, self._closing = os.getpid(), threading.Event()
@@ -183,7 +183,7 @@ class ObjectStorage(Storage):
         try:
             answer = ask(key_of(name, self._root))
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
+            if code_of(error) in NO_BUCKET:
                 raise self._bucket.trouble(error) from None
             answer = None
         self._known.tell(name, answer is not None)
@@ -195,7 +195,7 @@ class ObjectStorage(Storage):
         try:
             return result.bytes()
         except self._bucket.errors as error:
-            if "InvalidRange" not in str(error):
+            if code_of(error) != "InvalidRange":
                 raise
             self.counts["cut"] += 1
             return None
@@ -218,8 +218,15 @@ class ObjectStorage(Storage):
                 self._turn.notify_all()
 
     def _send(self, key: str, whole: bytes) -> None:
-        """Store an object in one request, unless it is there: then the library raises."""
-        self._obstore.put(self._store, key, whole, mode="create", use_multipart=False)
+        """Store an object in one request, unless it is there: then the library raises. A server that knows no such
+        condition replaces it, by the same bytes."""
+        try:
+            self._obstore.put(self._store, key, whole, mode=self._mode, use_multipart=False)
+        except self._bucket.errors as error:
+            if code_of(error) != "NotImplemented" or self._mode != "create":
+                raise
+            self._mode = "overwrite"
+            self._send(key, whole)
 
     def _list(self) -> None:
         """Learn which objects are there, now and then, for as long as the storage is open."""
