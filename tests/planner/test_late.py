@@ -103,6 +103,9 @@ def test_replicas_find_in_storage_what_others_have_computed(tmp_path: Path) -> N
     [
         ({"storage_bytes_per_s": 1}, "a speed of storage needs storage"),
         ({"host_memory": 1 << 30, "host_bytes_per_s": 1}, "copies that take time need prefill tokens per s"),
+        ({"storage_prices": "1,2,3"}, "prices of storage need storage"),
+        ({"storage_prices": "1,-2,3"}, "storage prices must be three numbers"),
+        ({"storage_prices": "cheap"}, "storage prices must be three numbers"),
         ({"replicas": 2, "routing": "nearest"}, "routing must be one of prefix, random, got 'nearest'"),
         ({"routing": "random"}, "routing needs several replicas"),
         ({"prefill_tokens_per_s": 1, "policies": Policies(storage_wait="1s")}, "give storage bytes per s"),

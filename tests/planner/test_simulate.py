@@ -50,6 +50,9 @@ def test_what_left_the_device_is_found_on_the_host_and_then_in_storage(tmp_path:
     assert in_storage.moved_bytes["host_to_storage"] == 6 * RECORD_BYTES
     assert in_storage.moved_bytes["storage_to_host"] == 2 * RECORD_BYTES
     assert in_storage.evicted == {"device.kv": 6, "host.kv": 4, "storage": 0}
+    assert in_storage.asked == {"exists": 8, "put": 6, "get": 2} and in_storage.storage_price is None
+    priced = replay(trace(tmp_path, a, b, c, a), settings(2, host=4, storage=6, storage_prices=f"1000,100,{1 << 30}"))
+    assert priced.storage_price == pytest.approx(6 * 1 + (8 + 2) * 0.1 + 2 * RECORD_BYTES)
 
 
 def test_a_page_far_into_a_prompt_saves_more_computing_than_a_first_one(tmp_path: Path) -> None:

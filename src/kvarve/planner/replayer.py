@@ -51,6 +51,10 @@ class SimulationReport:
     slots: dict[str, int] = field(default_factory=dict)
     evicted: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("exists", "get", "put"), 0)
+    )
+    storage_price: float | None = None  # of these and of the bytes that were read, if their prices are given
     uncached_pages: int = 0
     stored_bytes: int = 0
     used_bytes: int = 0  # of pages from storage that a request resumed from
@@ -90,11 +94,11 @@ class SimulationReport:
 class Transfers:
     """Copies of names alone, to and from a storage with LRU eviction."""
 
-    def __init__(self, pools: tuple[PoolSpec, ...], storage: LruIndex, moved_bytes: dict[str, int]) -> None:
+    def __init__(self, pools: tuple[PoolSpec, ...], storage: LruIndex, report: SimulationReport) -> None:
         self._names = [pool.name for pool in pools]
         self._payloads = [pool.payload_bytes for pool in pools]
         self._records = [record_bytes(pool.payload_bytes) for pool in pools]
-        self.storage, self.moved_bytes = storage, moved_bytes
+        self.storage, self.moved_bytes, self.asked = storage, report.moved_bytes, report.asked
 
     def nbytes(self, effect: Transfer) -> int:
         """That a transfer moves, if all of its pages are there."""
@@ -105,6 +109,7 @@ class Transfers:
 
     def answer(self, effect: Transfer) -> Ended:
         if isinstance(effect, Probe):
+            self.asked["exists"] += len(effect.pages)
             return Ended(effect.op, self._there([self._name(effect.root, page) for page in effect.pages]))
         sizes, good = self._payloads, (1 << len(effect.pages)) - 1
         if Tier.STORAGE in (effect.source, effect.target):
@@ -124,6 +129,7 @@ class Transfers:
 
     def _fetch(self, copy: Copy) -> int:
         names = [self._name(copy.root, page) for page in copy.pages]
+        self.asked["get"] += len(names)
         self.storage.touch(names)
         return self._there(names)
 
@@ -140,6 +146,7 @@ class Transfers:
                     self.storage.drop(victim)
                 self.storage.evicted += len(victims)
                 self.storage.add(name, size)
+                self.asked["put"] += 1
                 mine[name] = None
             good |= 1 << i
         self.storage.touch([*mine])
@@ -171,7 +178,7 @@ class Replica:
     def __init__(self, config: SimulationConfig, clock: Clock, storage: LruIndex, report: SimulationReport) -> None:
         self.core, self.work, self.requests = Core(config.core()), 0, 0
         self._config, self._clock, self._report = config, clock, report
-        self._transfers = Transfers(self.core.pools, storage, report.moved_bytes)
+        self._transfers = Transfers(self.core.pools, storage, report)
         self._patience = config.policies.patience() if config.late else WAIT_COMPLETE
         self._waiting: deque[tuple[TraceRequest, int, float, Lease]] = deque()
         below = Reason.EVICTED_HOST if config.host_memory else Reason.EVICTED_DEVICE
@@ -347,4 +354,8 @@ def replayed(requests: Iterable[TraceRequest], config: SimulationConfig) -> Simu
                     counts[name] = counts.get(name, 0) + pages
     if config.storage_memory:
         report.evicted["storage"] = storage.evicted
+    if config.prices:
+        put, ask, byte = config.prices
+        read, asked = report.moved_bytes.get("storage_to_host", 0), report.asked
+        report.storage_price = asked["put"] * put + (asked["get"] + asked["exists"]) * ask + read * byte
     return report

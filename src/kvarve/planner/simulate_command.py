@@ -211,6 +211,10 @@ def _table(report: SimulationReport, config: SimulationConfig) -> Table:
     if config.storage_memory:
         used = f"{report.used_bytes / max(1, report.stored_bytes):.1%} of the {format_size(report.stored_bytes)} stored"
         table.caption += f"; {used} was used, storing paused for {report.paused_requests:,} requests"
+        asked = ", ".join(f"{count:,} {name}" for name, count in report.asked.items())
+        table.caption += f"; asked of it: {asked}"
+    if report.storage_price is not None:
+        table.caption += f", at a price of {report.storage_price:,.4g}"
     return table
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import inf
 from typing import Annotated, Literal, get_args
 
 from kvarve.cache.config import NO_HOST, divide
@@ -61,6 +62,9 @@ class SimulationConfig:
     """Tokens that a replica computes per second; 0 computes at once"""
     storage_bytes_per_s: Size = Size(0)
     """Bytes per second that a replica reads from storage, and as many that it writes; 0 copies at once"""
+    storage_prices: str | None = None
+    """Prices of the storage: of 1,000 puts, of 1,000 gets or questions, and of a GiB that is read, such as
+    0.005,0.0004,0.09"""
     host_bytes_per_s: Size = Size(0)
     """Bytes per second between host and device, each way; 0 copies at once"""
     replicas: int = 1
@@ -103,6 +107,8 @@ class SimulationConfig:
             raise ConfigError(NO_HOST)
         if self.storage_bytes_per_s and not self.storage_memory:
             raise ConfigError("a speed of storage needs storage: give storage memory too")
+        if self.prices and not self.storage_memory:
+            raise ConfigError("prices of storage need storage: give storage memory too")
         if self.host_bytes_per_s and not self.host_memory:
             raise ConfigError("a speed of the host needs a host: give host memory too")
         if self.late and not self.prefill_tokens_per_s:
@@ -116,6 +122,21 @@ class SimulationConfig:
             raise ConfigError("routing needs several replicas: one has all requests")
         if self.device_memory:
             self.core()
+
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """Of a put, of a get or a question, and of a byte that is read; empty: there are none."""
+        if self.storage_prices is None:
+            return ()
+        try:
+            prices = [float(price) for price in self.storage_prices.split(",")]
+        except ValueError:
+            prices = []
+        if len(prices) != 3 or not all(0 <= price < inf for price in prices):
+            raise ConfigError(
+                f"storage prices must be three numbers, such as 0.005,0.0004,0, got {self.storage_prices!r}"
+            )
+        return prices[0] / 1000, prices[1] / 1000, prices[2] / (1 << 30)
 
     @property
     def late(self) -> bool:
