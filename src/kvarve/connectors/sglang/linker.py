@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker, UnifiedCacheLinkerWrapper
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+    UnifiedCacheLinkerWrapper,
+)
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_device_module
 
@@ -113,7 +117,8 @@ def _arena(name: PoolName, layers: Layers, lookback: int | None, replicated: boo
 
 def _check(server_args: Any, params: Any) -> None:
     """ConfigError for settings of the engine with which the linker cannot work."""
-    for what, size in (("pp_size", params.pp_size), ("attn_cp_size", params.attn_cp_size)):
+    sizes = ("pp_size", params.pp_size), ("attn_cp_size", params.attn_cp_size), ("dcp_size", server_args.dcp_size)
+    for what, size in sizes:
         if size > 1:
             raise ConfigError(f"{what} must be 1, as SGLang asks one stage alone what it may load, got {size}")
     if params.mtp_draft_device_pools or params.sidecar_draft_device_pools or params.mtp_draft_mamba_pools:
@@ -336,6 +341,54 @@ class KvarveLinker(UnifiedCacheLinker):
                         mine[positions[key]] = slot // page
             found.append(mine)
         return found
+
+
+class KvarveOrNone(UnifiedCacheLinker):
+    """kvarve's linker by KVARVE=1 (`sglang_plugin.py`). A server whose pools kvarve does not know has one that finds
+    and takes nothing, on all ranks alike."""
+
+    def __new__(cls, server_args: Any, params: Any, *, components: set[ComponentType], **given: Any) -> Any:
+        try:
+            _check(server_args, params)
+            _layers(params, components)
+        except ConfigError as e:
+            log.warning("KVARVE=1 changes nothing, as kvarve cannot serve this model: %s", e)
+            return super().__new__(cls)
+        return KvarveLinker(server_args, params, components=components, **given)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.pools: dict[PoolName, object] = {}
+        self.layer_done_counter = LayerWiseLoadCounter(0)
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        return []
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        return False
+
+    def start_layer_wise_loading(self) -> int:
+        return -1
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return False
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        return False
+
+    def num_completed_offloads(self) -> int:
+        return 0
+
+    def pop_completed_offload(self) -> bool:
+        raise AssertionError("none has begun")
+
+    def reset(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 _made = UnifiedCacheLinkerWrapper.__init__
