@@ -11,6 +11,7 @@ wait for a layer, `reset` and `close` wait for copies.
 """
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from functools import wraps
@@ -30,6 +31,7 @@ from sglang.srt.utils import get_device_module
 from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cache.worker import CacheWorker
 from kvarve.connectors.engine_settings import ConnectorSettings
+from kvarve.connectors.levels import VARIABLE, Teller, page_of, port_of
 from kvarve.connectors.sglang.hicache_storage import SameWeights, server_numerics, server_weights
 from kvarve.connectors.sglang.link_plan import NAME_WORDS, Chain, LinkPlanner
 from kvarve.errors import Broken, ConfigError
@@ -203,7 +205,7 @@ class KvarveLinker(UnifiedCacheLinker):
             storage=attached is not None,
             only_read=attached is not None and attached.only_read,
         )
-        self.planner = LinkPlanner(self.scheduler)
+        self.planner = LinkPlanner(self.scheduler, self._page)
         self.layer_done_counter = Counter(self)
         if ComponentType.MAMBA in components:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -212,6 +214,12 @@ class KvarveLinker(UnifiedCacheLinker):
         self._before: Sequence[str] = ()  # names of the pages before those of the call that is being made
         module = get_device_module()
         self._on, self._stream = module.stream, module.Stream(device)
+        self._teller: Teller | None = None
+        self._live = None
+        port = port_of(parallel.dp_rank or parallel.attn_dp_rank, os.environ) if VARIABLE in os.environ else None
+        if port is not None and parallel.attn_tp_rank == 0:  # each rank has a process, and this one tells of itself
+            name, self._teller = str(server_args.served_model_name or server_args.model_path), Teller(self.worker)
+            self._live = page_of(port, log, name, self.scheduler, {0: self._teller.take()}, lambda: None)
         self._turn()
         log.info("kvarve keeps %s in %s", identity, self.worker.config)
 
@@ -222,6 +230,7 @@ class KvarveLinker(UnifiedCacheLinker):
         def matched(key: Any, req: Any, result: Any) -> Any:
             node = result.last_device_node
             self._before = [*cache.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
+            self.planner.seen(req.rid, len(self._before), len(key) // self._page, time.monotonic())
             return match(key, req, result)
 
         def offloaded(node_id: Any, transfers: Any) -> None:
@@ -307,13 +316,21 @@ class KvarveLinker(UnifiedCacheLinker):
     def close(self) -> None:
         self.reset()
         self._turn()
+        for each in (self._live, self._teller):
+            if each is not None:
+                each.end()
         self.worker.close(CLOSING_S, CLOSE_S, up=self.worker.up)
         if told := ", ".join(f"{count:,} {what}" for what, count in sorted(self.planner.counts.items()) if count):
             log.info("kvarve's linker: %s", told)
 
     def _turn(self) -> None:
         """Take in what has ended, and carry out what is due."""
-        orders = self.planner.step(self.worker.report(), time.monotonic())
+        report = self.worker.report()
+        orders = self.planner.step(report, time.monotonic())
+        if self._live is not None and self._teller is not None:
+            if self._teller.new:
+                self._live.reported({0: self._teller.take()})
+            self._live.look(self.planner.reasons, [report.up])
         if not orders:
             return
         ready = self.record_offload_ready()

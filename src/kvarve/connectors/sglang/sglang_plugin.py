@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvarve.connectors import engine_defaults
+from kvarve.connectors.levels import port_of
 
 log = logging.getLogger("sglang.kvarve")
 
@@ -78,6 +79,7 @@ def _settings(view: Any) -> dict[str, Any]:
     if instead:
         log.warning("KVARVE=1 changes nothing, as this server has %s", " and ".join(instead))
         return {}
+    port_of(engines - 1, os.environ)  # or a wrong one would be told by processes of the server
     found = engine_defaults.settings(os.environ, engines)
     log.info("KVARVE=1: %s has %s", "each replica" if engines > 1 else "the server", engine_defaults.said(found))
     return {
