@@ -11,7 +11,7 @@ from kvarve.core.observe.reasons import Reason
 def test_prompts_are_counted_by_where_their_tokens_came_from(
     page: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine("FULL", page, storage="memory://counted?capacity=8MiB")
+    engine = make_engine("FULL", page, storage=f"memory://counted-{page}?capacity=8MiB")
     asked = prompt(4, page)
     engine.serve(asked)
     engine.forget()
@@ -20,10 +20,11 @@ def test_prompts_are_counted_by_where_their_tokens_came_from(
     engine.settle()
     assert engine.linker.planner.reasons[Reason.HIT_HOST] == 4 * page
     engine.serve(asked)
-    monkeypatch.setattr(link_plan, "FORGET_S", 0.0)
-    engine.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(link_plan, "FORGET_S", 0.0)
+        engine.settle()
     assert engine.linker.planner.reasons[Reason.HIT_DEVICE] == 4 * page
-    assert engine.linker.planner.reasons.total() == 8 * page
+    assert engine.linker.planner.reasons.total() == 12 * page
     engine.drain()
     engine.forget()
     engine.drop_host()

@@ -286,7 +286,8 @@ class LinkPlanner:
     def reset(self) -> None:
         """Forget all requests and offloads; the host keeps its pages."""
         self.stop()
-        for rid in [*self._waiting]:
+        for rid, waiting in [*self._waiting.items()]:
+            self._computed(waiting)
             self._forget(rid)
         while self._promises:
             self._drop(self._promises.popitem()[1])
