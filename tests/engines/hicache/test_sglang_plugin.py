@@ -107,12 +107,21 @@ def test_kvarve_that_a_command_names_has_the_memory_that_it_lacks(
     assert resolved(tmp_path, *command, json.dumps(given)).unified_cache_external_linker_config == given
 
 
-def test_a_wrong_variable_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVARVE_HOST_MEMROY", "2GiB")
-    with pytest.raises(ConfigError, match="did you mean KVARVE_HOST_MEMORY"):
-        resolved(tmp_path)
-    monkeypatch.setenv("KVARVE", "perhaps")
-    with pytest.raises(ConfigError, match=r"\$KVARVE must be 1 or 0, got 'perhaps'"):
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("KVARVE_HOST_MEMROY", "2GiB", "did you mean KVARVE_HOST_MEMORY"),
+        ("KVARVE_HOST_MEMORY", "plenty", "KVARVE=1: 'host_memory': 'plenty' cannot be read as a size"),
+        ("KVARVE_STORAGE", "flie:///x", "flie"),
+        ("KVARVE_PORT", "web", "KVARVE_PORT must be a port from 1 to 65535, got 'web'"),
+        ("KVARVE", "perhaps", r"\$KVARVE must be 1 or 0, got 'perhaps'"),
+    ],
+)
+def test_a_wrong_variable_ends_the_command_before_a_model_is_loaded(
+    name: str, value: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=error):
         resolved(tmp_path)
 
 

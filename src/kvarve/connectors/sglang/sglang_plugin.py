@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvarve.connectors import engine_defaults
+from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.levels import port_of
 
 log = logging.getLogger("sglang.kvarve")
@@ -69,6 +70,7 @@ def _settings(view: Any) -> dict[str, Any]:
         config = view.unified_cache_external_linker_config
         if isinstance(config, dict) and config.get("linker_module_path") == MODULE:
             given = engine_defaults.completed(config.get("linker_extra_config") or {}, engines)
+            ConnectorSettings.read(given, "linker_extra_config")  # else a process of the server raises it much later
             return {"unified_cache_external_linker_config": {**config, "linker_extra_config": given}}
         instead = ["--enable-unified-cache-external-linker"]
     else:
@@ -79,8 +81,9 @@ def _settings(view: Any) -> dict[str, Any]:
     if instead:
         log.warning("KVARVE=1 changes nothing, as this server has %s", " and ".join(instead))
         return {}
-    port_of(engines - 1, os.environ)  # or a wrong one would be told by processes of the server
     found = engine_defaults.settings(os.environ, engines)
+    ConnectorSettings.read(found, "KVARVE=1")
+    port_of(engines - 1, os.environ)
     log.info("KVARVE=1: %s has %s", "each replica" if engines > 1 else "the server", engine_defaults.said(found))
     return {
         "enable_unified_cache_external_linker": True,
