@@ -166,7 +166,7 @@ INSTALL_OF = {
     "cache/prefix_cache.py": "worker",
     "metrics": "engine",
     "connectors": "engine",
-    "connectors/vllm/engine_page.py": "server",
+    "connectors/engine_page.py": "server",
     "transformers.py": "engine",
     "reference/engine": "engine",
     "reference/verify": "engine",

@@ -1,6 +1,7 @@
-"""Write what kvarve uses of vLLM: the signatures of its hooks in some versions, from their unpacked wheels.
+"""Write what kvarve uses of an engine: the signatures of its hooks in some versions, from their unpacked wheels.
 
     python tools/engine_interfaces.py vllm 0.32=FOLDER/vllm 0.33=OTHER/vllm
+    python tools/engine_interfaces.py sglang 0.5.23=FOLDER/sglang
 
 The first version is the one that tests run, the others are read.
 """
@@ -51,6 +52,39 @@ HOOKS: dict[str, dict[str, str]] = {
         "v1/kv_offload/tiering/base.py": """
             SecondaryTierManager: __init__ drain_jobs get_finished_jobs lookup on_new_request submit_load
               submit_store""",
+    },
+    "sglang": {
+        "srt/plugins/__init__.py": ": load_plugins",
+        "srt/arg_groups/resolution_hooks.py": ": register_resolution_hook",
+        "srt/arg_groups/overrides.py": ": declare_resolution",
+        "srt/arg_groups/model_override_base.py": ": resolving_view",
+        "srt/arg_groups/hicache_hook.py": ": handle_hicache",
+        "srt/arg_groups/fields/memory.py": """
+            Memory: enable_unified_cache_external_linker unified_cache_external_linker_backend
+              unified_cache_external_linker_config""",
+        "srt/mem_cache/unified_cache/linker_factory.py": ": create_unified_cache_linker",
+        "srt/mem_cache/unified_cache/unified_cache_linker.py": """
+            UnifiedCacheLinker: record_offload_ready lookup load start_layer_wise_loading finish_layer_wise_loading
+              cancel_queued_load offload num_completed_offloads pop_completed_offload reset close
+            LayerWiseLoadCounter: __init__ set_consumer wait_until
+            UnifiedCacheLinkerWrapper: __init__ match _offload_node""",
+        "srt/mem_cache/unified_radix_cache.py": """
+            UnifiedRadixCache: get_prefix_hash_values init_cache_linker finish_external_linker_loads""",
+        "srt/mem_cache/cache_init_params.py": """
+            CacheInitParams: page_size sliding_window_size token_to_kv_pool_allocator req_to_token_pool
+              mtp_draft_device_pools sidecar_draft_device_pools mtp_draft_mamba_pools""",
+        "srt/mem_cache/memory_pool.py": """
+            : MHATokenToKVPool MLATokenToKVPool DSATokenToKVPool HybridLinearKVPool MambaPool""",
+        "srt/mem_cache/hicache_storage.py": """
+            HiCacheStorage: register_mem_pool_host register_mem_host_pool_v2 batch_exists batch_exists_v2 batch_get_v1
+              batch_set_v1 batch_get_v2 batch_set_v2 get batch_get set batch_set exists clear get_stats
+            HiCacheStorageConfig: tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size is_mla_model extra_config
+            PoolTransfer: name keys device_indices host_indices hit_policy
+            PoolTransferResult: restorable_prefix_pages""",
+        "srt/model_executor/model_runner_components/weight_updater.py": """
+            WeightUpdater: begin_weight_update update_weights_from_disk load_weights_from_distributed
+              update_weights_from_tensor update_weights_from_ipc end_weight_update""",
+        "srt/runtime_context.py": ": get_parallel get_server_args get_serving",
     },
 }
 

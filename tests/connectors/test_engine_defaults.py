@@ -129,8 +129,11 @@ def test_an_engine_whose_hooks_are_others_is_a_fault_and_one_that_was_not_run_a_
     assert (found.grade, "and 1 more" in found.told) == ("fault", True)
 
 
-def test_every_hook_of_vllm_is_known_by_its_signature_in_the_version_that_runs_and_the_newest_one() -> None:
-    vllm = engines()["vllm"]
-    assert (vllm.runs, vllm.reads) == (("0.32",), ("0.33",))
-    assert all(len(known) == 1 for known in vllm.hooks.values()), "a hook differs between versions"
-    assert len(vllm.hooks) > 60 and not signatures(Path("/nowhere"), vllm.hooks)
+@pytest.mark.parametrize(("engine", "runs", "reads"), [("vllm", "0.32", ("0.33",)), ("sglang", "0.5.23", ())])
+def test_every_hook_is_known_by_its_signature_in_the_version_that_runs_and_the_newest_one(
+    engine: str, runs: str, reads: tuple[str, ...]
+) -> None:
+    found = engines()[engine]
+    assert (found.runs, found.reads) == ((runs,), reads)
+    assert all(len(known) == 1 for known in found.hooks.values()), "a hook differs between versions"
+    assert len(found.hooks) > 60 and not signatures(Path("/nowhere"), found.hooks)

@@ -13,9 +13,9 @@ from test_plan import ask, engine, prompt
 
 from kvarve.cache.config import CacheConfig
 from kvarve.cache.worker import CacheWorker
-from kvarve.connectors.vllm import engine_page
-from kvarve.connectors.vllm.engine_page import EnginePage, app_of, open_page
-from kvarve.connectors.vllm.levels import Levels, levels_of, port_of
+from kvarve.connectors import engine_page
+from kvarve.connectors.engine_page import EnginePage, app_of, open_page
+from kvarve.connectors.levels import Levels, levels_of, port_of
 from kvarve.core.observe.reasons import Reason
 from kvarve.errors import ConfigError
 

@@ -15,6 +15,7 @@ from kvarve.connectors.sglang.link_plan import FORGET_S, PROMISES, Chain, LinkPl
 from kvarve.connectors.vllm.block_plan import Group
 from kvarve.core.copies.effects import Copy, Ended, Verified
 from kvarve.core.core_config import Slots
+from kvarve.core.observe.reasons import Reason
 from kvarve.core.policies import Policies
 from kvarve.pages.boundaries import members, needed
 from kvarve.pages.keys import KEY_BYTES
@@ -38,7 +39,7 @@ class Linker:
         config = CacheConfig(0, 1 << 20, policies=Policies(**policies))
         slots: Slots = {Tier.HOST: tuple(host for _ in pools)}
         self.scheduler = CacheScheduler(identity, config, slots, storage=storage is not None)
-        self.planner, self.now = LinkPlanner(self.scheduler), 1.0
+        self.planner, self.now = LinkPlanner(self.scheduler, 16), 1.0
         groups = [Group(at, name, PAGE, back) for at, (name, back) in enumerate(POOLS.items())]
         self.device = ["free"] * 1000
         self.worker = SimulatedWorker(self.device, groups, PAGE, storage)
@@ -272,3 +273,23 @@ def test_a_copy_is_named_by_sglangs_hashes_alone() -> None:
         linker.turn(ended=False)
         orders += [order for order in linker.worker.flying.values() if isinstance(order, Copy)]
     assert {page.key for page in orders[0].pages} == {page.key for page in orders[1].pages}
+
+
+@pytest.mark.parametrize("storage", [None, {}], ids=["host", "storage"])
+def test_tokens_of_prompts_are_counted_once_by_where_they_came_from(storage: dict[Any, Any] | None) -> None:
+    linker, prompt = Linker(storage=storage), chain(4)
+    assert linker.saved(prompt, states=1 << 3)
+    linker.planner.seen("r", 1, 4, linker.now)
+    linker.lookup(chain(4, first=1))
+    assert linker.load(chain(4, first=1), 3) is not None
+    linker.planner.start(1)
+    while linker.planner.landed(1) is None:
+        linker.turn()
+    assert linker.planner.reasons == {Reason.HIT_DEVICE: PAGE, Reason.HIT_HOST: 3 * PAGE}
+    linker.planner.seen("of the device", 4, 4, linker.now)  # it is never looked up
+    for _ in range(2):  # it waits
+        linker.planner.seen("new", 0, 2, linker.now)
+        linker.lookup(chain(2, seed=1), "new")
+    linker.now += FORGET_S + 1
+    linker.turn()
+    assert linker.planner.reasons[Reason.HIT_DEVICE] == 5 * PAGE and linker.planner.reasons.total() == 10 * PAGE

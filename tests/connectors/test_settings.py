@@ -97,6 +97,16 @@ def test_sglangs_own_keys_are_accepted_and_ours_are_read() -> None:
         (HiCacheSettings.read, {"storage": URL, "deadline_s": True}, "'deadline_s' is True"),
         (HiCacheSettings.read, {"storage": URL, "weights": 7}, "'weights' is 7; it must be a text"),
         (HiCacheSettings.read, {"storage": URL, "buffer_memory": 7}, "at least 1 MiB"),
+        (
+            HiCacheSettings.read,
+            {"file_path_prefix": "/3fs", "file_size": 1, "numjobs": 2, "entries": 8, "metadata_server_url": "h:1"},
+            'file_path_prefix, file_size, numjobs, entries, metadata_server_url cannot be set .*"storage": "hf3fs:///',
+        ),
+        (
+            HiCacheSettings.read,
+            {"master_server_address": "m:50051", "prefetch_threshold": 64, "protocol": "rdma"},
+            'master_server_address, protocol cannot be set .*"storage": "mooncake://',
+        ),
     ],
 )
 def test_what_cannot_be_is_one_error_that_says_what_to_do(read: Callable[[Any], Any], given: Any, told: str) -> None:

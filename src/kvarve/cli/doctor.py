@@ -82,7 +82,7 @@ def _engine(module: str) -> list[Found] | None:
         found.append(_interface(known, number, Path(spec.origin).parent))
     if module in PLUGINS and known is not None:
         if any(each.name == "kvarve" for each in entry_points(group=PLUGINS[module])):
-            found.append(Found(module, "good", "it finds kvarve, by its name and by KVARVE=1"))
+            found.append(Found(module, "good", "it finds kvarve by KVARVE=1"))
         else:
             found.append(
                 Found(module, "fault", "it does not find kvarve's plug-in", "install kvarve into this environment")
@@ -91,7 +91,7 @@ def _engine(module: str) -> list[Found] | None:
 
 
 def _interface(engine: Engine, number: str, root: Path) -> Found:
-    tested = f"tested with {', '.join(engine.runs)}, read {', '.join(engine.reads)}"
+    tested = ", read ".join(filter(None, (f"tested with {', '.join(engine.runs)}", ", ".join(engine.reads))))
     if problems := engine.problems(root):
         more = f", and {len(problems) - 1} more" if problems[1:] else ""
         return Found(engine.name, "fault", f"{number} has other hooks: {problems[0]}{more}", f"take a version {tested}")

@@ -20,6 +20,18 @@ _SGLANGS = {
     *("backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold", "prefetch_timeout_base"),
     *("prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys", "tp_lcm_size", "file_storage_path"),
 }
+# Keys of SGLang's other backends, and how kvarve's `storage` says the same.
+_BACKENDS = {
+    "hf3fs:///PATH?capacity=SIZE, with metadata=redis://HOST for several processes": (
+        *("file_path_prefix", "file_size", "numjobs", "entries", "metadata_server_url", "client_timeout"),
+    ),
+    "mooncake://MASTER:PORT?segment=SIZE, with protocol= and device=": (
+        *("master_server_address", "metadata_server", "local_hostname", "global_segment_size", "protocol"),
+        *("device_name", "local_buffer_size", "master_metrics_port", "check_server", "standalone_storage"),
+        *("client_server_address", "enable_ssd_offload", "ssd_offload_path", "tenant_id"),
+        *("enable_group_semantics", "extra_backend_tag"),
+    ),
+}
 _URL = "a URL, such as 'file:///var/kvarve?capacity=100GiB', or a list of URLs, nearest first"
 
 
@@ -121,6 +133,12 @@ class HiCacheSettings:
     @classmethod
     def read(cls, extra_config: Mapping[str, Any] | None) -> "HiCacheSettings":
         """ConfigError, which says what to do, for a key that is neither ours nor SGLang's, or a wrong value."""
+        for url, names in _BACKENDS.items():
+            if theirs := [key for key in extra_config or {} if key in names]:
+                raise ConfigError(
+                    f"extra config: {', '.join(theirs)} cannot be set here, as kvarve's storages have all settings "
+                    f'in their URL: write "storage": "{url}"'
+                )
         ours = {key: value for key, value in (extra_config or {}).items() if key not in _SGLANGS}
         return read_settings(cls, _without_null(ours), "extra config")
 

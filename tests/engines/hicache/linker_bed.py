@@ -92,7 +92,15 @@ class Engine(UnifiedRadixCacheFixtures):
     """One rank's cache, and what its scheduler does with it for one request after the other."""
 
     def __init__(
-        self, kind: str, page: int, *, core: str = "python", group: Any = None, paged: bool = True, **extra: Any
+        self,
+        kind: str,
+        page: int,
+        *,
+        core: str = "python",
+        group: Any = None,
+        paged: bool = True,
+        linker: str = "KvarveLinker",
+        **extra: Any,
     ) -> None:
         self.kind, self.cfg, self.page = kind, config(kind, page), page
         _, self.allocator, self.requests = build_fixture(self.cfg)
@@ -130,7 +138,7 @@ class Engine(UnifiedRadixCacheFixtures):
             params,
             backend="dynamic",
             config={
-                "linker": "KvarveLinker",
+                "linker": linker,
                 "linker_module_path": "kvarve.connectors.sglang.linker",
                 "linker_extra_config": {"host_memory": "8MiB", "weights": "those of the bed", **extra},
             },

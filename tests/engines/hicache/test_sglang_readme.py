@@ -1,4 +1,4 @@
-"""The commands for SGLang in README and its page: its own parser takes them, and what was saved is restored so.
+"""The commands on SGLang's page: its own parser takes them, and what was saved is restored so.
 
 A whole server needs a GPU. Only the model and the folder of the storage differ from what stands there.
 """
@@ -15,12 +15,19 @@ from sglang_engines import KINDS, MakeFixtures
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from doc_blocks import ROOT, command, stored_in
+from doc_blocks import ROOT, stored_in
 
 
-def test_the_command_of_readme_starts_a_hicache_that_restores_what_it_saved(make: MakeFixtures, tmp_path: Path) -> None:
-    python, module, name, *words = command("README.md", "python -m sglang.launch_server")
-    assert (python, module, name) == ("python", "-m", "sglang.launch_server")
+def words_of(part: str) -> list[str]:
+    """The options of the one command with that part."""
+    page = (ROOT / "docs/sglang.md").read_text()
+    blocks = re.findall(r"(?ms)^    python -m sglang.launch_server.*?$\n\n", page)
+    (block,) = [block for block in blocks if part in block]
+    return shlex.split(block.replace("\\\n", " "))[3:]
+
+
+def test_the_command_of_hicache_starts_one_that_restores_what_it_saved(make: MakeFixtures, tmp_path: Path) -> None:
+    words = words_of("--enable-hierarchical-cache")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}))
     words[words.index("--model-path") + 1] = str(tmp_path)
     args = prepare_server_args([stored_in(word, tmp_path) for word in words])
@@ -37,11 +44,8 @@ def test_the_command_of_readme_starts_a_hicache_that_restores_what_it_saved(make
 def test_the_command_of_the_linker_starts_one_that_restores_what_it_saved(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    page = (ROOT / "docs/sglang.md").read_text()
-    blocks = re.findall(r"(?ms)^    python -m sglang.launch_server.*?$\n\n", page)
-    (block,) = [block for block in blocks if "external-linker" in block]
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}))
-    _, _, _, *words = shlex.split(block.replace("\\\n", " "))
+    words = words_of("external-linker")
     words[words.index("--model-path") + 1] = str(tmp_path)
     args = prepare_server_args([stored_in(word, tmp_path) for word in words])
     assert args.enable_unified_cache_external_linker and args.unified_cache_external_linker_backend == "dynamic"

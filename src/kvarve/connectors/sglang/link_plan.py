@@ -19,6 +19,7 @@ import numpy as np
 from kvarve.cache.messages import Order, Report
 from kvarve.cache.scheduler import CacheScheduler, Prompt
 from kvarve.core.lease import Lease, Phase
+from kvarve.core.observe.reasons import Reason
 from kvarve.pages.boundaries import members, needed, of
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.pages.pools import Tier
@@ -56,6 +57,8 @@ class _Waiting:
 
     lease: Lease | None = None
     seen_s: float = 0.0
+    device: int = 0  # pages of it that the device has, of so many
+    pages: int = 0
     asked: bool = False  # a lease of it has read its pages
 
 
@@ -83,7 +86,8 @@ class _Batch:
 class LinkPlanner:
     """Plans for one rank; called by its engine's scheduler, in its thread."""
 
-    def __init__(self, scheduler: CacheScheduler) -> None:
+    def __init__(self, scheduler: CacheScheduler, page_tokens: int) -> None:
+        self._page = page_tokens  # the engine's
         self._scheduler, self._blocks = scheduler, scheduler.blocks
         self._width = scheduler.identity.page_tokens  # in words, at least `NAME_WORDS`
         self._lookbacks = [pool.lookback for pool in scheduler.pools]
@@ -94,8 +98,14 @@ class LinkPlanner:
         self._offloads: deque[_Offload] = deque()
         self._up = True
         self.counts: Counter[str] = Counter()
+        self.reasons: Counter[Reason] = Counter()  # tokens in whole pages of prompts, by why they were cached or not
 
     # --- loads
+
+    def seen(self, rid: str, device: int, pages: int, now: float) -> None:
+        """A request waits whose prompt has so many pages, and on the device the first of them."""
+        waiting = self._waiting.setdefault(rid, _Waiting())
+        waiting.seen_s, waiting.device, waiting.pages = now, device, pages
 
     def lookup(self, rid: str, chain: Chain, now: float) -> list[int]:
         """The lengths, in pages beyond `chain.first`, at which a prompt can resume from the host now. What storage has
@@ -241,10 +251,12 @@ class LinkPlanner:
                 batch.landed = batch.verified and all(lease.offered == lease.arrived for lease, _ in batch.leases)
                 self.counts["loads" if batch.landed else "loads failed"] += len(batch.leases)
                 for lease, _ in batch.leases:
+                    self._explain(lease)
                     self._scheduler.close(lease)
         self._advance(writing)
         late = [rid for rid, each in self._waiting.items() if now > each.seen_s + FORGET_S]
         for rid in late:
+            self._computed(self._waiting[rid])
             self._forget(rid)
         return self._scheduler.take()
 
@@ -274,7 +286,8 @@ class LinkPlanner:
     def reset(self) -> None:
         """Forget all requests and offloads; the host keeps its pages."""
         self.stop()
-        for rid in [*self._waiting]:
+        for rid, waiting in [*self._waiting.items()]:
+            self._computed(waiting)
             self._forget(rid)
         while self._promises:
             self._drop(self._promises.popitem()[1])
@@ -285,6 +298,23 @@ class LinkPlanner:
         self._offloads.clear()
 
     # --- behind it
+
+    def _explain(self, lease: Lease) -> None:
+        self.reasons.update(
+            {
+                reason: words // self._width * self._page
+                for reason, words in self._scheduler.core.explain(lease).items()
+                if words >= self._width
+            }
+        )
+
+    def _computed(self, waiting: _Waiting) -> None:
+        """Count the prompt of a request that has loaded nothing."""
+        if waiting.lease is not None and waiting.lease.left is not None:
+            self._explain(waiting.lease)
+            return
+        self.reasons[Reason.HIT_DEVICE] += waiting.device * self._page
+        self.reasons[Reason.UNKNOWN] += (waiting.pages - waiting.device) * self._page
 
     def _prompt(self, names: bytes) -> Prompt:
         """A sequence of pages with these names, and one more token, which a request computes in any case."""

@@ -11,6 +11,7 @@ wait for a layer, `reset` and `close` wait for copies.
 """
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from functools import wraps
@@ -19,13 +20,18 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker, UnifiedCacheLinkerWrapper
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+    UnifiedCacheLinkerWrapper,
+)
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_device_module
 
 from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cache.worker import CacheWorker
 from kvarve.connectors.engine_settings import ConnectorSettings
+from kvarve.connectors.levels import VARIABLE, Teller, page_of, port_of
 from kvarve.connectors.sglang.hicache_storage import SameWeights, server_numerics, server_weights
 from kvarve.connectors.sglang.link_plan import NAME_WORDS, Chain, LinkPlanner
 from kvarve.errors import Broken, ConfigError
@@ -113,7 +119,8 @@ def _arena(name: PoolName, layers: Layers, lookback: int | None, replicated: boo
 
 def _check(server_args: Any, params: Any) -> None:
     """ConfigError for settings of the engine with which the linker cannot work."""
-    for what, size in (("pp_size", params.pp_size), ("attn_cp_size", params.attn_cp_size)):
+    sizes = ("pp_size", params.pp_size), ("attn_cp_size", params.attn_cp_size), ("dcp_size", server_args.dcp_size)
+    for what, size in sizes:
         if size > 1:
             raise ConfigError(f"{what} must be 1, as SGLang asks one stage alone what it may load, got {size}")
     if params.mtp_draft_device_pools or params.sidecar_draft_device_pools or params.mtp_draft_mamba_pools:
@@ -198,7 +205,7 @@ class KvarveLinker(UnifiedCacheLinker):
             storage=attached is not None,
             only_read=attached is not None and attached.only_read,
         )
-        self.planner = LinkPlanner(self.scheduler)
+        self.planner = LinkPlanner(self.scheduler, self._page)
         self.layer_done_counter = Counter(self)
         if ComponentType.MAMBA in components:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -207,6 +214,12 @@ class KvarveLinker(UnifiedCacheLinker):
         self._before: Sequence[str] = ()  # names of the pages before those of the call that is being made
         module = get_device_module()
         self._on, self._stream = module.stream, module.Stream(device)
+        self._teller: Teller | None = None
+        self._live = None
+        port = port_of(parallel.dp_rank or parallel.attn_dp_rank, os.environ) if VARIABLE in os.environ else None
+        if port is not None and parallel.attn_tp_rank == 0:  # each rank has a process, and this one tells of itself
+            name, self._teller = str(server_args.served_model_name or server_args.model_path), Teller(self.worker)
+            self._live = page_of(port, log, name, self.scheduler, {0: self._teller.take()}, lambda: None)
         self._turn()
         log.info("kvarve keeps %s in %s", identity, self.worker.config)
 
@@ -217,6 +230,7 @@ class KvarveLinker(UnifiedCacheLinker):
         def matched(key: Any, req: Any, result: Any) -> Any:
             node = result.last_device_node
             self._before = [*cache.get_prefix_hash_values(node), *cache.tree_core.get_hash_values(node)]
+            self.planner.seen(req.rid, len(self._before), len(key) // self._page, time.monotonic())
             return match(key, req, result)
 
         def offloaded(node_id: Any, transfers: Any) -> None:
@@ -302,13 +316,21 @@ class KvarveLinker(UnifiedCacheLinker):
     def close(self) -> None:
         self.reset()
         self._turn()
+        for each in (self._live, self._teller):
+            if each is not None:
+                each.end()
         self.worker.close(CLOSING_S, CLOSE_S, up=self.worker.up)
         if told := ", ".join(f"{count:,} {what}" for what, count in sorted(self.planner.counts.items()) if count):
             log.info("kvarve's linker: %s", told)
 
     def _turn(self) -> None:
         """Take in what has ended, and carry out what is due."""
-        orders = self.planner.step(self.worker.report(), time.monotonic())
+        report = self.worker.report()
+        orders = self.planner.step(report, time.monotonic())
+        if self._live is not None and self._teller is not None:
+            if self._teller.new:
+                self._live.reported({0: self._teller.take()})
+            self._live.look(self.planner.reasons, [report.up])
         if not orders:
             return
         ready = self.record_offload_ready()
@@ -336,6 +358,54 @@ class KvarveLinker(UnifiedCacheLinker):
                         mine[positions[key]] = slot // page
             found.append(mine)
         return found
+
+
+class KvarveOrNone(UnifiedCacheLinker):
+    """kvarve's linker by KVARVE=1 (`sglang_plugin.py`). A server whose pools kvarve does not know has one that finds
+    and takes nothing, on all ranks alike."""
+
+    def __new__(cls, server_args: Any, params: Any, *, components: set[ComponentType], **given: Any) -> Any:
+        try:
+            _check(server_args, params)
+            _layers(params, components)
+        except ConfigError as e:
+            log.warning("KVARVE=1 changes nothing, as kvarve cannot serve this model: %s", e)
+            return super().__new__(cls)
+        return KvarveLinker(server_args, params, components=components, **given)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.pools: dict[PoolName, object] = {}
+        self.layer_done_counter = LayerWiseLoadCounter(0)
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        return []
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        return False
+
+    def start_layer_wise_loading(self) -> int:
+        return -1
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return False
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        return False
+
+    def num_completed_offloads(self) -> int:
+        return 0
+
+    def pop_completed_offload(self) -> bool:
+        raise AssertionError("none has begun")
+
+    def reset(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 _made = UnifiedCacheLinkerWrapper.__init__

@@ -44,6 +44,7 @@ from kvarve.cache.messages import Order, Report
 from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cache.worker import CacheWorker
 from kvarve.connectors.engine_settings import ConnectorSettings
+from kvarve.connectors.levels import VARIABLE, Levels, Teller, page_of, port_of
 from kvarve.connectors.vllm.adapters import Adapters, Use
 from kvarve.connectors.vllm.block_layout import divided
 from kvarve.connectors.vllm.block_plan import BlockPlanner, Group, Offer, Removed, Scheduled, Stored
@@ -59,7 +60,6 @@ from kvarve.connectors.vllm.groups import (
     on_all_stages,
     replicated,
 )
-from kvarve.connectors.vllm.levels import VARIABLE, Levels, Teller, port_of
 from kvarve.connectors.vllm.vllm_metrics import COUNTERS, KvarveMetrics, KvarveStats
 from kvarve.connectors.vllm.weights import adapter_now, load_anew, others_of
 from kvarve.core.copies.effects import Copy, Ended, Event
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvarve.connectors.vllm.engine_page import EnginePage
+    from kvarve.connectors.engine_page import EnginePage
 
 log = logging.getLogger("vllm.kvarve")  # below vLLM's own, whose settings apply
 
@@ -234,16 +234,8 @@ class SchedulerSide(KvarveConnector):
         if len(levels) < len(ready):
             log.warning("kvarve shows no live page: its workers have no $%s", VARIABLE)
             return None
-        try:
-            from kvarve.connectors.vllm.engine_page import open_page
-
-            name = self._vllm_config.model_config.served_model_name
-            page = open_page(self._port, name, self.scheduler, levels, self._around.again)
-        except (ImportError, OSError) as e:
-            log.warning("kvarve shows no live page on port %d: %s", self._port, e)
-            return None
-        log.info("kvarve's live page: http://127.0.0.1:%d", self._port)
-        return page
+        name = self._vllm_config.model_config.served_model_name
+        return page_of(self._port, log, name, self.scheduler, levels, self._around.again)
 
     def shutdown(self) -> None:
         if self._live is not None:

@@ -2,13 +2,18 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from logging import Logger
+from typing import TYPE_CHECKING, Any
 
+from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cache.worker import CacheWorker
 from kvarve.errors import ConfigError
 from kvarve.transfer.flows import Flow
+
+if TYPE_CHECKING:
+    from kvarve.connectors.engine_page import EnginePage
 
 VARIABLE = "KVARVE_PORT"
 EVERY_S, STORAGE_EVERY = 1.0, 5  # looks, of which so many make one at the storage: it may be slow to answer
@@ -66,3 +71,23 @@ def port_of(engine: int, environ: Mapping[str, str]) -> int | None:
             f"{VARIABLE} must be a port from 1 to 65535, got {given[:20]!r}: of several engines each takes the next one"
         )
     return int(given) + engine
+
+
+def page_of(
+    port: int,
+    log: Logger,
+    name: str,
+    scheduler: CacheScheduler,
+    levels: Mapping[int, Levels],
+    wake: Callable[[], object],
+) -> "EnginePage | None":
+    """The live page on that port (`engine_page.open_page`); None, with a line in the log, if it cannot be served."""
+    try:
+        from kvarve.connectors.engine_page import open_page
+
+        page = open_page(port, name, scheduler, levels, wake)
+    except (ImportError, OSError) as e:
+        log.warning("kvarve shows no live page on port %d: %s", port, e)
+        return None
+    log.info("kvarve's live page: http://127.0.0.1:%d", port)
+    return page

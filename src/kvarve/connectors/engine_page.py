@@ -1,4 +1,4 @@
-"""The live page and the metrics of kvarve beside an engine that has its own server, such as vLLM: on the loopback.
+"""The live page and the metrics of kvarve beside an engine that has its own server, vLLM or SGLang: on the loopback.
 
 The engine's thread takes a picture of the cache now and then (`look`); the page's threads read the last one, and never
 the cache.
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from kvarve import __version__
 from kvarve.cache.scheduler import CacheScheduler
-from kvarve.connectors.vllm.levels import Levels
+from kvarve.connectors.levels import Levels
 from kvarve.core.observe.reasons import Reason
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.reference.server.live_cache import CacheLive, kinds_of, page_routes
@@ -35,7 +35,7 @@ PREFIXES, VIEWED_S = 10, 5.0  # so many are looked at, as long as a viewer has a
 TOLD = ("attached", "up", "for_s", "last_error", "bytes", "objects")  # of each rank's storage
 # What is adjusted here, instead of options of `kvarve serve`.
 WORDS = {
-    "grid_option": "a smaller block size of vLLM",
+    "grid_option": "smaller blocks or pages of the engine",
     "more_device": "more --host-memory",
     "more_states": "more --host-memory, which has room for more of these,",
 }
