@@ -51,9 +51,7 @@ class SimulationReport:
     slots: dict[str, int] = field(default_factory=dict)
     evicted: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
-    asked: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("exists", "get", "put"), 0)
-    )
+    asked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("exists", "get", "put"), 0))
     storage_price: float | None = None  # of these and of the bytes that were read, if their prices are given
     uncached_pages: int = 0
     stored_bytes: int = 0
