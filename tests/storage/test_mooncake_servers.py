@@ -1,4 +1,4 @@
-"""Two servers, each a process as an operator starts it, on one master."""
+"""Two servers, each a process as an operator starts it, on one master; and families whose pages people keep there."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,8 +9,10 @@ import pytest
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, kill, own_network, require_mooncake
 from processes import until
 
+from kvarve.cli.main import main
 from kvarve.reference.demo import demo
 from kvarve.settings.commands import Demo
+from tests.sim.models import save_checkpoint, tiny_grid, tiny_model
 
 pytestmark = pytest.mark.long
 WORDS = ("cat", "sat", "mat", "and", "dog", "lay", "under", "the", "tree", "while", "rain", "fell", "all", "night")
@@ -118,3 +120,29 @@ def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_on
         return again.by_tier["storage"] >= 0.8 * again.prompt
 
     until(hits, "hits from the new master")
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("deepseek_v32", ()),
+        ("gpt_oss", ()),
+        ("deepseek_v4", ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3")),
+    ],
+    ids=["latents and index keys", "windows and attention", "compressed in FP8"],
+)
+def test_a_hybrids_logits_are_those_without_a_cache_when_its_pages_come_from_mooncake(
+    family: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    require_mooncake()
+    save_checkpoint(tiny_model(family), tmp_path / family)
+    page, chunk = tiny_grid(family)
+    words = ("verify", "--model", tmp_path / family, "--page-tokens", page, "--chunk-tokens", chunk, "--quick")
+    with own_network():
+        cluster = Cluster(tmp_path)
+        try:
+            cluster.owner(256 * MIB)
+            url = f"mooncake://{MASTER}?metrics={METRICS}"
+            assert main([*map(str, (*words, "--storage", url, *more))]) == 0
+        finally:
+            cluster.close()
