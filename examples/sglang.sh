@@ -1,10 +1,7 @@
 #!/bin/sh
-# SGLang's HiCache with a folder of kvarve as its storage: examples/sglang.sh MODEL [OPTIONS of sglang.launch_server]
-# In SGLang's environment, after: pip install .
+# SGLang with a quarter of the free memory and a folder of the user's behind its pools: examples/sglang.sh MODEL [OPTIONS]
+# In SGLang's environment, after: pip install .  Variables such as KVARVE_STORAGE change it: docs/sglang.md
 set -eu
 model=${1:?a model: its folder, or its name on a hub}
 shift
-exec python -m sglang.launch_server --model-path "$model" --enable-hierarchical-cache \
-  --hicache-mem-layout page_first_direct --hicache-io-backend direct --hicache-storage-backend dynamic \
-  --hicache-storage-backend-extra-config '{"backend_name": "kvarve", "class_name": "HiCacheKvarve",
-    "module_path": "kvarve.connectors.sglang.hicache_storage", "interface_v1": 1, "storage": "file://?capacity=100GiB"}' "$@"
+KVARVE=1 exec python -m sglang.launch_server --model-path "$model" "$@"
