@@ -47,7 +47,15 @@ def test_a_url_says_where_and_how():
     assert settings("az://pages/x?account=mine").config == {"account_name": "mine"}
 
 
-@pytest.mark.parametrize("url", ["gs://b-1/x", "az://pages/x?account=mine", "s3://b-1/x?region=eu-central-1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gs://b-1/x",
+        "gs://b-1/x?endpoint=http://127.0.0.1:9",
+        "az://pages/x?account=mine",
+        "s3://b-1/x?region=eu-central-1",
+    ],
+)
 @pytest.mark.skipif(not importlib.util.find_spec("obstore"), reason="needs obstore")
 def test_each_cloud_has_a_store_of_the_library(url, monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ACCOUNT_NAME"):

@@ -146,6 +146,8 @@ class Bucket:
         }
         if settings.tls_ca is not None:
             client["root_certificate"] = _certificate(settings.tls_ca)
+        if settings.scheme == "gs" and "endpoint" in config:  # Google's has another name for it
+            config["base_url"] = config.pop("endpoint")
         retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)}
         with self.told():
             self.store = make(settings.bucket, config=config, client_options=client, retry_config=retry)
