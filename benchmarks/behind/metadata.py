@@ -22,7 +22,7 @@ from kvarve.storage.hf3fs._slot_table import Entry
 SLOT_BYTES = 1 << 20
 LOOKED_UP, WRITTEN = 128, 32
 FEW, MANY = 10_000, 1_000_000
-_FILLED = 1000  # objects of a call, until there are as many as are wanted
+_FILLED = 1000  # objects of a call, until there are as many as are wanted; freed slots rest, so more are spare
 _LABEL = b"b" * 32
 
 
@@ -41,7 +41,7 @@ class Store:
     def __init__(self, folder: Path, objects: int, setting: str | None) -> None:
         self._engine = PosixEngine(Disk(), 1)
         self._folder = Folder(Disk(), folder, self._engine)
-        self.owner: Owner = own(setting, (objects + objects // 20 + 2 * _FILLED) * SLOT_BYTES, None, self._folder)
+        self.owner: Owner = own(setting, (objects + objects // 20 + 8 * _FILLED) * SLOT_BYTES, None, self._folder)
         self.owner.keep(self._folder, self._engine)
 
     def store(self, names: Sequence[str]) -> None:
