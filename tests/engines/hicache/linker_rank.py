@@ -7,6 +7,8 @@ import datetime
 import json
 import os
 import sys
+from array import array
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,13 @@ sglang_on_cpu.prepare()
 
 import torch.distributed  # noqa: E402
 from linker_bed import Engine, Failed, prompt  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
+from sglang_engines import KINDS, LAYOUTS, Fixtures  # noqa: E402
+from sglang_witness import Witness  # noqa: E402
+
+from kvarve.connectors.sglang.hicache import page_key  # noqa: E402
 
 
 def scenes(rank: int, group: Any, url: str) -> dict[str, Any]:
@@ -80,6 +88,25 @@ def scenes(rank: int, group: Any, url: str) -> dict[str, Any]:
     return seen
 
 
+def hicache(group: Any, folder: Path, rank: int) -> dict[str, Any]:
+    """The storage backend of a HiCache, on two ranks: each restores its own pages, as many as both have."""
+    Witness.forget()
+    type(get_parallel()).override = lambda *_, **__: nullcontext()  # by which the fixtures make this rank 0 of 1
+    fixtures = Fixtures(KINDS[0], folder / "hicache", LAYOUTS[0])
+    asked, ps = fixtures.prompt(4), fixtures.cfg.page_size
+    fixtures.engine(group=group).produce(asked)
+    seen = {"HiCache after a restart": fixtures.engine(group=group).consume(asked) // ps}
+    engine = fixtures.engine(group=group)
+    if rank:
+        pages = engine.witness._pages
+        keys = get_storage_hash_str(RadixKey(array("q", asked)), None, page_size=ps)[2:]
+        assert pages.objects.road is not None
+        pages.objects.road.storage.delete([pages.pools["kv"].kind.name(page_key(key)) for key in keys])
+    seen["HiCache of which one has less"] = engine.consume(asked) // ps
+    fixtures.end()
+    return seen | {"wrong": len(Witness.wrong)}
+
+
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.distributed.init_process_group(
@@ -96,6 +123,7 @@ def main() -> None:
     }
     with get_parallel().override(**sizes, pp_rank=0, pp_size=1):
         seen = scenes(rank, torch.distributed.group.WORLD, f"file://{folder}/pages?capacity=64MiB")
+        seen |= hicache(torch.distributed.group.WORLD, folder, rank)
     (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
     torch.distributed.destroy_process_group()
 

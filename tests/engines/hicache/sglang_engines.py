@@ -7,17 +7,20 @@ import json
 import unittest
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.server_args import ServerArgs
+from sglang.test.kits.unified_radix_cache import fixtures as kit
 from sglang.test.kits.unified_radix_cache import mixins
 from sglang.test.kits.unified_radix_cache.config import CONFIGS, CacheConfig
-from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix
+from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang_witness import Witness
 
@@ -48,9 +51,11 @@ def _device_tensors(pool: Any) -> Iterator[torch.Tensor]:
 class Engine:
     """One HiCache on one storage. Every request of a test has other bytes on the device."""
 
-    def __init__(self, fixtures: "Fixtures", **extra: Any) -> None:
+    def __init__(self, fixtures: "Fixtures", group: Any = None, **extra: Any) -> None:
+        """`group`: of this and other ranks."""
         self.fixtures = fixtures
-        self.cache, self.allocator, self.requests = build_fixture(fixtures.cfg)
+        with mock.patch.object(kit, "CacheInitParams", partial(kit.CacheInitParams, tp_cache_group=group)):
+            self.cache, self.allocator, self.requests = kit.build_fixture(fixtures.cfg)
         fixtures._init_hicache(
             self.cache,
             storage_backend="file",  # which becomes the dynamic one, see `Fixtures`
