@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 import sys
-from array import array
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,9 @@ sglang_on_cpu.prepare()
 
 import torch.distributed  # noqa: E402
 from linker_bed import Engine, Failed, prompt  # noqa: E402
-from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
-from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from sglang_engines import KINDS, LAYOUTS, Fixtures  # noqa: E402
 from sglang_witness import Witness  # noqa: E402
-
-from kvarve.connectors.sglang.hicache import page_key  # noqa: E402
 
 
 def scenes(rank: int, group: Any, url: str) -> dict[str, Any]:
@@ -98,10 +93,7 @@ def hicache(group: Any, folder: Path, rank: int) -> dict[str, Any]:
     seen = {"HiCache after a restart": fixtures.engine(group=group).consume(asked) // ps}
     engine = fixtures.engine(group=group)
     if rank:
-        pages = engine.witness._pages
-        keys = get_storage_hash_str(RadixKey(array("q", asked)), None, page_size=ps)[2:]
-        assert pages.objects.road is not None
-        pages.objects.road.storage.delete([pages.pools["kv"].kind.name(page_key(key)) for key in keys])
+        engine.lose("kv", asked, 2)
     seen["HiCache of which one has less"] = engine.consume(asked) // ps
     fixtures.end()
     return seen | {"wrong": len(Witness.wrong)}
