@@ -18,7 +18,7 @@ sglang_on_cpu.prepare()
 import torch.distributed  # noqa: E402
 from linker_bed import Engine, Failed, prompt  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
-from sglang_engines import KINDS, LAYOUTS, Fixtures  # noqa: E402
+from sglang_engines import KINDS, LATENTS, LAYOUTS, Fixtures  # noqa: E402
 from sglang_witness import Witness  # noqa: E402
 
 
@@ -84,7 +84,10 @@ def scenes(rank: int, group: Any, url: str) -> dict[str, Any]:
 
 
 def hicache(group: Any, folder: Path, rank: int) -> dict[str, Any]:
-    """The storage backend of a HiCache, on two ranks: each restores its own pages, as many as both have."""
+    """The storage backend of a HiCache, on two ranks: each restores as many pages as both have.
+
+    They are its own; of latents there is one copy.
+    """
     Witness.forget()
     type(get_parallel()).override = lambda *_, **__: nullcontext()  # by which the fixtures make this rank 0 of 1
     fixtures = Fixtures(KINDS[0], folder / "hicache", LAYOUTS[0])
@@ -96,7 +99,18 @@ def hicache(group: Any, folder: Path, rank: int) -> dict[str, Any]:
         engine.lose("kv", asked, 2)
     seen["HiCache of which one has less"] = engine.consume(asked) // ps
     fixtures.end()
-    return seen | {"wrong": len(Witness.wrong)}
+    seen["wrong"] = len(Witness.wrong)
+
+    Witness.forget()
+    fixtures = Fixtures(LATENTS[1], folder / "hicache", LAYOUTS[0])
+    fixtures.engine(group=group).produce(fixtures.prompt(3))
+    stored: list[Any] = [None, None]
+    torch.distributed.all_gather_object(stored, Witness.saved, group)
+    Witness.saved.update(stored[0])
+    seen["latents that each HiCache stored"] = [len(each) for each in stored]
+    seen["latents of a HiCache"] = fixtures.engine(group=group).consume(fixtures.prompt(3)) // fixtures.cfg.page_size
+    fixtures.end()
+    return seen | {"wrong latents": len(Witness.wrong)}
 
 
 def main() -> None:
