@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ sglang_on_cpu.prepare()
 import torch.distributed  # noqa: E402
 from linker_bed import Engine, Failed, prompt  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
+from sglang_engines import KINDS, LATENTS, LAYOUTS, Fixtures  # noqa: E402
+from sglang_witness import Witness  # noqa: E402
 
 
 def scenes(rank: int, group: Any, url: str) -> dict[str, Any]:
@@ -80,6 +83,36 @@ def scenes(rank: int, group: Any, url: str) -> dict[str, Any]:
     return seen
 
 
+def hicache(group: Any, folder: Path, rank: int) -> dict[str, Any]:
+    """The storage backend of a HiCache, on two ranks: each restores as many pages as both have.
+
+    They are its own; of latents there is one copy.
+    """
+    Witness.forget()
+    type(get_parallel()).override = lambda *_, **__: nullcontext()  # by which the fixtures make this rank 0 of 1
+    fixtures = Fixtures(KINDS[0], folder / "hicache", LAYOUTS[0])
+    asked, ps = fixtures.prompt(4), fixtures.cfg.page_size
+    fixtures.engine(group=group).produce(asked)
+    seen = {"HiCache after a restart": fixtures.engine(group=group).consume(asked) // ps}
+    engine = fixtures.engine(group=group)
+    if rank:
+        engine.lose("kv", asked, 2)
+    seen["HiCache of which one has less"] = engine.consume(asked) // ps
+    fixtures.end()
+    seen["wrong"] = len(Witness.wrong)
+
+    Witness.forget()
+    fixtures = Fixtures(LATENTS[1], folder / "hicache", LAYOUTS[0])
+    fixtures.engine(group=group).produce(fixtures.prompt(3))
+    stored: list[Any] = [None, None]
+    torch.distributed.all_gather_object(stored, Witness.saved, group)
+    Witness.saved.update(stored[0])
+    seen["latents that each HiCache stored"] = [len(each) for each in stored]
+    seen["latents of a HiCache"] = fixtures.engine(group=group).consume(fixtures.prompt(3)) // fixtures.cfg.page_size
+    fixtures.end()
+    return seen | {"wrong latents": len(Witness.wrong)}
+
+
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.distributed.init_process_group(
@@ -96,6 +129,7 @@ def main() -> None:
     }
     with get_parallel().override(**sizes, pp_rank=0, pp_size=1):
         seen = scenes(rank, torch.distributed.group.WORLD, f"file://{folder}/pages?capacity=64MiB")
+        seen |= hicache(torch.distributed.group.WORLD, folder, rank)
     (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
     torch.distributed.destroy_process_group()
 

@@ -7,19 +7,29 @@ import json
 import unittest
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.server_args import ServerArgs
+from sglang.test.kits.unified_radix_cache import fixtures as kit
 from sglang.test.kits.unified_radix_cache import mixins
 from sglang.test.kits.unified_radix_cache.config import CONFIGS, CacheConfig
-from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix
+from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 from sglang_witness import Witness
+
+from kvarve.connectors.sglang.hicache import page_key
 
 LAYOUTS = ("page_first_direct", "layer_first")
 LONG_S = 60.0
@@ -35,9 +45,40 @@ def config(label: str) -> CacheConfig:
 KINDS = [config(label) for label in ("FULL_ps16", "FULL_SWA_ps16_sw16", "FULL_MAMBA_ps4", "FULL_SWA_MAMBA_ps64_sw64")]
 
 
+@dataclass(frozen=True)
+class LatentConfig(CacheConfig):
+    """Latent KV, and index keys beside it (DSA). SGLang's fixtures take these pools for those that they build."""
+
+    page_size: int = 64  # the one of which DSA has index keys
+    num_layers: int = 3
+    kv_size: int = 1024
+    max_context_len: int = 1024
+    index_keys: bool = False
+
+    @property
+    def label(self) -> str:
+        return "DSA" if self.index_keys else "MLA"
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {
+            "MHATokenToKVPool": self._pool,
+            "TokenToKVPoolAllocator": partial(PagedTokenToKVPoolAllocator, page_size=self.page_size),
+        }
+
+    def _pool(self, *, head_num: int, head_dim: int, **sizes: Any) -> Any:
+        sizes |= {"kv_lora_rank": 64, "qk_rope_head_dim": 16}
+        if not self.index_keys:
+            return MLATokenToKVPool(**sizes)
+        return DSATokenToKVPool(**sizes, kv_cache_dim=80, index_head_dim=128)
+
+
+LATENTS = [LatentConfig(), LatentConfig(index_keys=True)]
+
+
 def _device_tensors(pool: Any) -> Iterator[torch.Tensor]:
     """The tensors in which a device pool keeps its tokens or states."""
-    for name in ("k_buffer", "v_buffer", "kv_buffer", "conv", "temporal"):
+    for name in ("k_buffer", "v_buffer", "kv_buffer", "index_k_with_scale_buffer", "conv", "temporal"):
         held = getattr(pool, name, None)
         yield from held if isinstance(held, (list, tuple)) else [held] if isinstance(held, torch.Tensor) else []
     for name in ("mamba_cache", "full_kv_pool", "swa_kv_pool"):
@@ -48,9 +89,12 @@ def _device_tensors(pool: Any) -> Iterator[torch.Tensor]:
 class Engine:
     """One HiCache on one storage. Every request of a test has other bytes on the device."""
 
-    def __init__(self, fixtures: "Fixtures", **extra: Any) -> None:
+    def __init__(self, fixtures: "Fixtures", group: Any = None, **extra: Any) -> None:
+        """`group`: of this and other ranks."""
         self.fixtures = fixtures
-        self.cache, self.allocator, self.requests = build_fixture(fixtures.cfg)
+        params = partial(kit.CacheInitParams, tp_cache_group=group)
+        with mock.patch.multiple(kit, CacheInitParams=params, **getattr(fixtures.cfg, "parts", {})):
+            self.cache, self.allocator, self.requests = kit.build_fixture(fixtures.cfg)
         fixtures._init_hicache(
             self.cache,
             storage_backend="file",  # which becomes the dynamic one, see `Fixtures`
@@ -88,6 +132,13 @@ class Engine:
         self.fixtures._run_prefetch_to_completion(self.cache, request, timeout=LONG_S)
         self.cache.sanity_check()
         return int(match_prefix(self.cache, tokens).host_hit_length)
+
+    def lose(self, pool: str, tokens: Sequence[int], start: int) -> None:
+        """Storage has a pool's pages of a prompt no more from the page `start` on."""
+        pages = self.witness._pages
+        keys = get_storage_hash_str(RadixKey(array("q", tokens)), None, page_size=self.fixtures.cfg.page_size)
+        assert pages.objects.road is not None
+        pages.objects.road.storage.delete([pages.pools[pool].kind.name(page_key(key)) for key in keys[start:]])
 
     def settle(self) -> None:
         """Wait until no call of the storage is in flight."""

@@ -130,7 +130,7 @@ def prepare() -> None:
 
     torch.set_num_threads(1)
     from sglang.srt.mem_cache.cpp_utils import native_hash
-    from sglang.srt.mem_cache.pool_host import base, common, mamba, mha
+    from sglang.srt.mem_cache.pool_host import base, common, dsa, mamba, mha, mla
     from sglang.test.kits.unified_radix_cache import fixtures
 
     def nothing(*_: object, **__: object) -> None: ...
@@ -139,7 +139,7 @@ def prepare() -> None:
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     common._cuda_host_register = nothing
     common._cuda_host_unregister = base._cuda_host_unregister = nothing
-    for module in (mha, mamba):
+    for module in (mha, mla, dsa, mamba):
         module.transfer_kv_direct = _one_by_one
         module.transfer_kv_all_layer_direct_lf_pf = _to_page_first
         module.transfer_kv_per_layer_direct_pf_lf = _from_page_first

@@ -3,12 +3,13 @@
 It is run by SGLang's interpreter: `make test-engines`.
 """
 
+from collections import Counter
 from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
-from sglang_engines import CONFIGS, KINDS, LAYOUTS, Engine, MakeFixtures, long
+from sglang_engines import CONFIGS, KINDS, LATENTS, LAYOUTS, Engine, MakeFixtures, long
 from sglang_witness import Witness
 
 FULL, SWA, MAMBA, ALL = KINDS
@@ -45,6 +46,23 @@ def test_every_configuration_restores_what_it_saved(make: MakeFixtures, cfg: Any
     engine = make(cfg, layout, interface_v1=interface).engine()
     assert engine.consume(fixtures.prompt(fixtures.pages + 2)) == len(prompt), "pages outlive the engine and its store"
     assert engine.consume(fixtures.prompt(fixtures.pages, start=100_000)) == 0, "another prompt shares nothing"
+
+
+@pytest.mark.parametrize("interface", [1, 0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cfg", LATENTS, ids=lambda cfg: cfg.label)
+def test_latents_and_their_index_keys_are_restored(make: MakeFixtures, cfg: Any, layout: str, interface: int) -> None:
+    fixtures = make(cfg, layout, interface_v1=interface)
+    prompt = fixtures.prompt(4)
+    fixtures.engine().produce(prompt)
+    assert fixtures.engine().consume(fixtures.prompt(6)) == len(prompt)
+    pools = {"kv", "indexer"} if cfg.index_keys else {"kv"}
+    assert Counter(pool for pool, _ in Witness.restored) == dict.fromkeys(pools, 4)
+    assert len(set().union(*Witness.saved.values())) == 4 * len(pools), "no two pages have the same bytes"
+    if cfg.index_keys:
+        engine = fixtures.engine()
+        engine.lose("indexer", prompt, 2)
+        assert engine.consume(prompt) == 2 * cfg.page_size, "latents are not restored without their index keys"
 
 
 def lookup(engine: Engine, cfg: Any, keys: list[str], window: int) -> Any:

@@ -33,4 +33,10 @@ def test_two_ranks_restore_what_both_have_and_stay_in_step(tmp_path: Path) -> No
         "after a restart": [0, 4, 0],
         "one has less": [0, 2, 2],
         "latents": [0, 3, 0],
+        "HiCache after a restart": 4,
+        "HiCache of which one has less": 2,
+        "wrong": 0,
+        "latents that each HiCache stored": [2 * 3, 0],  # with their index keys
+        "latents of a HiCache": 3,
+        "wrong latents": 0,
     }
