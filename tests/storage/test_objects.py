@@ -5,6 +5,7 @@ import importlib
 import itertools
 import re
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -209,7 +210,7 @@ def test_what_is_told_while_a_listing_runs_counts_more_than_what_it_finds():
     known.tell("new", True)
     known.tell("deleted", False)
     assert known.has(["old", "new", "deleted", "never"]) == [True, True, False, False]
-    known.listed([hashed("deleted"), hashed("listed")])
+    known.listed(array("Q", [hashed("deleted"), hashed("listed")]))
     assert known.has(["old", "new", "deleted", "listed"]) == [False, True, False, True]
     known.listing()
     known.tell("listed", False)

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from kvarve.errors import ConfigError
+from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import check_storage
 from kvarve.storage.objects._bucket import Bucket, Settings, key_of, name_of
 from kvarve.storage.objects._object_backend import read_settings
@@ -118,6 +118,9 @@ def test_a_url_that_means_nothing_is_refused_in_one_line(url):
         f"s3://{SECRET}@bucket/x",
         f"s3://bucket/x?secret_access_key={SECRET}",
         f"s3://bucket/x?session_token={SECRET}",
+        f"gs://bucket/x?service_account_key={SECRET}",
+        f"az://bucket/x?access_key={SECRET}",
+        f"s3://bucket/x?endpoint=http://host/?sig={SECRET}",
         f"s3://bucket/x?endpoint=http://me:{SECRET}@host",
         f"s3://bucket/x?endpoint=http%3A%2F%2Fme%3A{SECRET}%40host",
     ],
@@ -132,6 +135,12 @@ def test_an_endpoint_of_the_environment_is_not_quoted():
     with pytest.raises(ConfigError) as refusal:
         settings("s3://bucket/x", AWS_ENDPOINT_URL=f"http://me:{SECRET}@host")
     assert SECRET not in str(refusal.value)
+
+
+def test_a_profile_of_a_user_without_a_home_is_refused_in_a_line(monkeypatch):
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "~no-such-user/.aws/credentials")
+    with pytest.raises(StorageError, match="it has no keys of the profile 'work', or cannot be read"):
+        Bucket(settings("s3://bucket/x?region=us-east-1&profile=work"))
 
 
 def test_the_longest_key_is_one_that_a_bucket_takes():

@@ -36,7 +36,7 @@ _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 _PLACE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/@\s]+)(?::([0-9]{1,5}))?")
 _YES, _NO = ("yes", "true"), ("no", "false")
 _ENCODED = re.compile(r"([?&][^=&]*=[^&]*?(?:/|%2F){2})[^&]*%40", re.IGNORECASE)  # a URL in a parameter, with an @
-_SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth)[^=&]*=)[^&]*", re.IGNORECASE)
+_SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth|sig|(?:access|account)_?key)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
 def parse_time(written: str) -> float:

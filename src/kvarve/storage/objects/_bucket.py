@@ -115,13 +115,14 @@ def library() -> Any:
 
 def _of_profile(profile: str) -> dict[str, str]:
     """The keys of a profile in the file that AWS' own tools read."""
-    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
+    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials")
     parser = configparser.RawConfigParser()
     try:
+        file = file.expanduser()  # RuntimeError: there is no home
         parser.read_string(file.read_text("utf-8"))
         found = dict(parser[profile])
         keys = {name: found[f"aws_{name}"] for name in ("access_key_id", "secret_access_key")}
-    except (OSError, UnicodeDecodeError, configparser.Error, KeyError):  # whose words may quote a line of it
+    except (OSError, RuntimeError, UnicodeDecodeError, configparser.Error, KeyError):  # which may quote a line
         raise StorageError(f"{file}: it has no keys of the profile {profile!r}, or cannot be read") from None
     return keys | ({"session_token": found["aws_session_token"]} if "aws_session_token" in found else {})
 

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,9 +56,10 @@ class Known:
             self._before = (self._before | self._told) if len(self._before) < _TOLD_MOST else {}
             self._told = {}
 
-    def listed(self, hashes: Sequence[int]) -> None:
-        """It has ended, and found these."""
-        found = np.unique(np.array(hashes, np.uint64))
+    def listed(self, hashes: "array[int]") -> None:
+        """It has ended, and found these: an array, since millions of Python's numbers would be a list of 200
+        MiB, to look through which stops all other threads."""
+        found = np.sort(np.frombuffer(hashes, np.uint64))
         with self._lock:
             self._listed, self._before = found, {}
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -231,11 +232,11 @@ class ObjectStorage(Storage):
     def _list(self) -> None:
         """Learn which objects are there, now and then, for as long as the storage is open."""
         while not self._closing.is_set():
-            hashes: list[int] = []
+            hashes = array("Q")
             self._known.listing()
             try:
                 for part in self._bucket.listed(self._label):
-                    hashes += (hashed(each.name) for each in part)
+                    hashes.extend(hashed(each.name) for each in part)
                     if self._closing.is_set() or len(hashes) > LISTED_MOST:
                         break
                 self._known.listed(hashes)
