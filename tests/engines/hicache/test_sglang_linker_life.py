@@ -97,9 +97,11 @@ class Life:
 
 MIXES = [kind for kind in KINDS if kind != "DSA"]
 LIVES = [(MIXES[-1], "rust", 2000)] + long(*[(kind, "python", 2000) for kind in MIXES])
+VERY_LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
+LONG_LIVES = [pytest.param(kind, "rust", 100_000, marks=VERY_LONG) for kind in MIXES]
 
 
-@pytest.mark.parametrize(("kind", "core", "steps"), [*LIVES, *long(*[(kind, "rust", 100_000) for kind in MIXES])])
+@pytest.mark.parametrize(("kind", "core", "steps"), [*LIVES, *LONG_LIVES])
 def test_no_life_reads_a_wrong_byte_or_leaves_a_lock(make_engine: MakeEngine, kind: str, core: str, steps: int) -> None:
     live(make_engine(kind, PAGE, core=core, host_memory="1MiB"), steps, random.randrange(1 << 32))
 
