@@ -53,7 +53,7 @@ def wait_until_stored(server: Server, environment: dict[str, str], objects: int)
 def test_with_one_word_before_it_a_command_of_vllm_keeps_its_prompts_over_a_kill_of_all_its_processes(
     installed: dict[str, str], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    word, program, serve, _, *words = command("README.md", "KVARVE=1")
+    word, program, serve, _, *words = command("README.md", "KVARVE=1 vllm")
     assert (word, program, serve, words) == ("KVARVE=1", "vllm", "serve", [])
     given = (model_folder("gemma3"), [], installed | {"KVARVE": "1", "KVARVE_HOST_MEMORY": "256MiB"}, tmp_path / "log")
     with serving(*given) as server:

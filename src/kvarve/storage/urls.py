@@ -58,6 +58,11 @@ def shown(text: str) -> str:
     return _SECRET.sub(r"\1***", _ENCODED.sub(r"\1***%40", f"{scheme}{found}{rest}"))
 
 
+def has_secret(setting: str | Sequence[str]) -> bool:
+    """Whether a URL, or one of several, has what is not printed."""
+    return any(shown(url) != url for url in ([setting] if isinstance(setting, str) else setting))
+
+
 @dataclass(frozen=True)
 class StorageUrl:
     """A parsed setting. `text` is how it was written, for messages: it has no secret."""

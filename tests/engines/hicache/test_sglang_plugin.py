@@ -63,6 +63,17 @@ def test_with_one_word_a_server_has_the_linker_a_quarter_of_the_free_memory_and_
     assert engine.serve(tokens) == (0, 4, 0)
 
 
+def test_a_password_of_the_storage_is_in_no_setting_that_sglang_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine, said: list[str]
+) -> None:
+    monkeypatch.setenv("KVARVE_STORAGE", "redis://user:SECRET@127.0.0.1:1/0")
+    config = resolved(tmp_path).unified_cache_external_linker_config
+    assert "SECRET" not in str(config) and "***@127.0.0.1" in said[0] and "SECRET" not in said[0]
+    monkeypatch.setenv("KVARVE_STORAGE", f"file://{tmp_path}/there?capacity=1MiB")
+    engine = make_engine("FULL", 16, linker=config["linker"], host_memory="8MiB")
+    assert engine.linker.settings.storage == (f"file://{tmp_path}/there?capacity=1MiB",)
+
+
 def test_replicas_share_the_memory_and_variables_say_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     four = resolved(tmp_path, "--tp-size", "4", "--attn-dp-size", "4")
     assert four.unified_cache_external_linker_config["linker_extra_config"]["host_memory"] == 1 << 28

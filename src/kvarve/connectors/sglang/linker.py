@@ -30,6 +30,7 @@ from sglang.srt.utils import get_device_module
 
 from kvarve.cache.scheduler import CacheScheduler
 from kvarve.cache.worker import CacheWorker
+from kvarve.connectors import engine_defaults
 from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.levels import VARIABLE, Teller, page_of, port_of
 from kvarve.connectors.sglang.hicache_storage import SameWeights, server_numerics, server_weights
@@ -371,7 +372,9 @@ class KvarveOrNone(UnifiedCacheLinker):
         except ConfigError as e:
             log.warning("KVARVE=1 changes nothing, as kvarve cannot serve this model: %s", e)
             return super().__new__(cls)
-        return KvarveLinker(server_args, params, components=components, **given)
+        if "storage" not in (extra := given.pop("extra_config")):  # it has a password, which SGLang would print
+            extra = {**extra, "storage": engine_defaults.settings(os.environ)["storage"]}
+        return KvarveLinker(server_args, params, components=components, extra_config=extra, **given)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.pools: dict[PoolName, object] = {}

@@ -16,6 +16,7 @@ from typing import Any
 from kvarve.connectors import engine_defaults
 from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.levels import port_of
+from kvarve.storage.urls import has_secret
 
 log = logging.getLogger("sglang.kvarve")
 
@@ -84,7 +85,10 @@ def _settings(view: Any) -> dict[str, Any]:
     found = engine_defaults.settings(os.environ, engines)
     ConnectorSettings.read(found, "KVARVE=1")
     port_of(engines - 1, os.environ)
-    log.info("KVARVE=1: %s has %s", "each replica" if engines > 1 else "the server", engine_defaults.said(found))
+    said = engine_defaults.said(found)
+    if found["storage"] and has_secret(found["storage"]):
+        del found["storage"]  # SGLang prints settings and serves them: the linker reads the variables again
+    log.info("KVARVE=1: %s has %s", "each replica" if engines > 1 else "the server", said)
     return {
         "enable_unified_cache_external_linker": True,
         "unified_cache_external_linker_backend": "dynamic",
