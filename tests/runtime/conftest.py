@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "storage"))  # real servers of storages
 
 from filling import POOLS, Clock, Make, a_config, an_identity
+from object_servers import rclone  # noqa: F401  a fixture
 
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.pages.pools import PoolSpec

@@ -3,7 +3,7 @@
 import io
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,6 @@ from kvarve.cli.main import main
 from kvarve.pages.pools import ModelIdentity
 
 OURS, THEIRS = an_identity(), an_identity(weights="w2")
-
-
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
-    server = Rclone(tmp_path_factory.mktemp("objects"))
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from file_disks import MIB, Open, WithoutSync
 from file_pages import Quick
+from object_servers import rclone  # noqa: F401  a fixture
 from tier_rows import LONG_S, MakeRow, Row
 
 import kvarve.cli.storage_commands  # noqa: F401  whichever test first runs a command would pay for it

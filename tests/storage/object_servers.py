@@ -8,7 +8,7 @@ import sys
 import threading
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -169,3 +169,10 @@ def refused(status: int, code: str) -> Fault:
         return True
 
     return fault
+
+
+@pytest.fixture(scope="module")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
+    server = Rclone(tmp_path_factory.mktemp("objects"))
+    yield server
+    server.close()

@@ -30,13 +30,6 @@ Opened = Callable[..., Storage]
 
 
 @pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
-    server = Rclone(tmp_path_factory.mktemp("objects"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def of_moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = moto(tmp_path_factory.mktemp("objects"))
     yield server

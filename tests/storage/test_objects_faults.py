@@ -19,13 +19,6 @@ from kvarve.testing.suite import LABEL, get, put
 Opened = Callable[..., Storage]
 
 
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
-    server = Rclone(tmp_path_factory.mktemp("objects"))
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def proxy(rclone: Rclone, request: pytest.FixtureRequest) -> Iterator[Proxy]:
     rclone.place = f"test-{abs(hash(request.node.name))}"

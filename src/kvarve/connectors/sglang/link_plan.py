@@ -57,7 +57,7 @@ class _Waiting:
 
     lease: Lease | None = None
     seen_s: float = 0.0
-    device: int = 0  # pages of it that the device has, of so many
+    device: int = 0  # the device has that many of its pages
     pages: int = 0
     asked: bool = False  # a lease of it has read its pages
 
@@ -103,7 +103,7 @@ class LinkPlanner:
     # --- loads
 
     def seen(self, rid: str, device: int, pages: int, now: float) -> None:
-        """A request waits whose prompt has so many pages, and on the device the first of them."""
+        """SGLang asks for a waiting request: its prompt has that many pages, the first of which the device holds."""
         waiting = self._waiting.setdefault(rid, _Waiting())
         waiting.seen_s, waiting.device, waiting.pages = now, device, pages
 

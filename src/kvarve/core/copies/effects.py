@@ -32,8 +32,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Pages(Sequence[Page]):
-    """Pages by columns. Single ones are made of them when somebody reads them: the scheduler, which may send thousands,
-    does not."""
+    """Pages by columns. A reader makes single pages of them; the scheduler, which may send thousands, makes none."""
 
     columns: tuple[Column, ...]
 

@@ -15,7 +15,7 @@ from kvarve.pages.boundaries import deepest, members, numbered, ones, span, span
 from kvarve.pages.keys import KEY_BYTES
 from kvarve.pages.pools import Tier
 
-GROWTH = 32  # a batch of a copy has at most the pages before it over this, or the least
+GROWTH = 32  # a batch of a copy takes a share of the pages before it: one over this
 
 Edge = tuple[Tier, Tier]
 

@@ -45,11 +45,6 @@ class Known:
                 self._told.clear()
             self._told[hashed(name)] = there
 
-    def forget(self) -> None:
-        """All of them, as they were dropped."""
-        with self._lock:
-            self._listed, self._before, self._told = np.empty(0, np.uint64), {}, {}
-
     def listing(self) -> None:
         """A listing begins: later words count more than its names."""
         with self._lock:
