@@ -11,6 +11,7 @@ import httpx
 import pytest
 from hf3fs_mounts import Bindfs
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, own_network, require_mooncake
+from object_servers import KEY, SECRET, Rclone
 from redis_server import RedisServer
 
 from kvarve.reference.demo import demo
@@ -22,7 +23,7 @@ STORY = "a story that four ranks have read, each of them its heads, "
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an empty storage of a kind."""
     with ExitStack() as stack:
         match request.param:
@@ -35,6 +36,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
                 stack.enter_context(own_network())
                 stack.enter_context(closing(Cluster(tmp_path))).owner(256 * MIB)
                 yield f"mooncake://{MASTER}?metrics={METRICS}"
+            case "s3":
+                monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+                monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+                yield stack.enter_context(closing(Rclone(tmp_path / "s3"))).url()
             case _:
                 yield f"file://{tmp_path}/other?capacity=256MiB"
 
@@ -75,7 +80,7 @@ class Client(demo.Client):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("place", ["file", "hf3fs", "mooncake"], indirect=True)
+@pytest.mark.parametrize("place", ["file", "hf3fs", "mooncake", "s3"], indirect=True)
 def test_a_storage_that_replaces_files_under_traffic_serves_all_ranks_and_those_of_the_next_server(
     place: str, tmp_path: Path
 ) -> None:
