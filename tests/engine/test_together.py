@@ -40,32 +40,36 @@ def test_no_other_way_to_cut_the_rows_costs_less(lengths: list[int], spare: int)
         assert cost(groups, lengths, spare) <= cost(other, lengths, spare)
 
 
-@pytest.mark.long
-def test_a_long_answer_beside_short_ones_is_computed_by_itself_and_all_advance_in_every_turn(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "rows", "groups"),
+    [("qwen3_5", 4, [[0, 1, 2], [3]]), pytest.param("gpt_oss", 3, [], marks=pytest.mark.long)],
+    ids=["in a group of its own", "in a forward of its own"],
+)
+def test_a_long_answer_beside_short_ones_pads_none_of_them_and_all_advance_in_every_turn(
+    family: str, rows: int, groups: list[list[int]], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, columns = make(start=False, turn_tokens=16 * CHUNK), list[list[int]]()
+    engine, seen = make(a_model(family), start=False, turn_tokens=16 * CHUNK), list[tuple[int, list[list[int]]]]()
     monkeypatch.setattr(engine, "_spare", 100)
     real = Batch.forward
 
     def forward(self: Batch, model: Any, ids: list[list[int]]) -> Any:
-        columns.append([workspace.tokens for workspace in self.workspaces])
-        return real(self, model, ids)
+        logits = real(self, model, ids)
+        seen.append((len(ids), self._groups))
+        return logits
 
     monkeypatch.setattr(Batch, "forward", forward)
     asked = [(20, 1), (33, 2), (61, 3), (150, 4)]
     requests = [engine.submit(a_request(a_prompt(tokens, seed), 11)) for tokens, seed in asked]
     turns(engine, lambda: sum(not job.prefilling for job in engine.scheduler.running) == 4)
-    columns.clear()
+    seen.clear()
     before = [len(job.output_ids) for job in engine._jobs.values()]
     for _ in range(4):
         engine._turn()
     assert [len(job.output_ids) for job in engine._jobs.values()] == [said + 4 for said in before]
-    assert all(len(lengths) == 3 and max(lengths) < 100 for lengths in columns)
-    assert len(columns) == 4
+    assert seen == [(rows, groups)] * 4
     turns(engine, lambda: not engine._accepted)
     for request, (tokens, seed) in zip(requests, asked, strict=True):
-        assert request.result(0.1)[1] == alone("qwen3_5", tokens, seed, 11)
+        assert request.result(0.1)[1] == alone(family, tokens, seed, 11)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("bamba", marks=pytest.mark.long)])

@@ -2,8 +2,9 @@
 
 A chunk is one token of an answer, or the tail of a prompt: the tokens after its last whole chunk, which are not
 published. The model's code sees what its own `generate` makes of prompts padded on the left: a mask of each row's
-columns, and each row's positions. Every attention layer gathers its rows' tokens from the pages, and recurrent states
-are views of one tensor, so that nothing is copied in or out while a batch stays the same. Rounding differs from a row
+columns, and each row's positions. Every attention layer gathers its rows' tokens from the pages (`grouped.py`: rows of
+other lengths apart, where the model allows it), and recurrent states are views of one tensor, so that nothing is copied
+in or out while a batch stays the same. Rounding differs from a row
 computed alone.
 
 The effect of padding depends on the layer: attention masks it; a recurrent state ignores it if the row has no past, and
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvarve.reference.engine.grouped import grouped
 from kvarve.reference.engine.layers import Layer, compute, movable, narrowed, new_cache, widened
 from kvarve.reference.engine.model import forward
 from kvarve.reference.engine.paging import PagedTape, PagedWorkspace, RollingTape
@@ -32,12 +34,14 @@ from kvarve.reference.engine.workspace import StateLayout
 log = logging.getLogger(__name__)
 
 # Tokens before and in each row of the trials: answers, and tails without a past, of one length, and any.
-ANSWERS, FRESH = ((5, 1), (12, 1), (3, 1)), ((0, 5), (0, 12), (0, 3))
+ANSWERS, FRESH = ((3, 1), (5, 1), (12, 1)), ((0, 5), (0, 12), (0, 3))
 EQUAL, ANY = ((5, 4), (0, 4), (12, 4)), ((5, 4), (0, 7), (12, 3))
 TWICE = 2  # a tail is padded to at most this many times its own length
-# The cost of another forward beside reading the weights, and how often the keys and values of a padded column are read
-# or written, by gathering and attention; measured with `benchmarks/engine.py`.
+APART = 3  # columns of padding, beyond which the trial has rows apart
+# The cost of another forward beside reading the weights, that of another group in one buffer of a forward, and how
+# often keys and values of a padded column are read or written, by gathering and attention (`benchmarks/engine.py`).
 FORWARD_BYTES = 16 << 20
+GROUP_BYTES = 256 << 10
 PADDED = 4
 # The allowed difference from the logits of a row computed alone, as a share of the largest: a wrong mask or position is
 # far above it, and rounding far below.
@@ -67,25 +71,33 @@ def by_length(lengths: Sequence[int], spare: int) -> list[list[int]]:
     return groups[::-1]
 
 
-def spare_tokens(model: Any, layout: StateLayout) -> int:
-    """How many columns of padding cost as much as another forward, which reads all weights again."""
-    weights_bytes = sum(weight.nbytes for weight in model.parameters())
-    return int((weights_bytes + FORWARD_BYTES) / max(1, PADDED * layout.bytes_per_token))  # 0 without a chain
+def spare_tokens(model: Any, layout: StateLayout, apart: bool) -> int:
+    """How many columns of padding cost as much as another group in a forward, where rows are `apart`; else as another
+    forward, which reads all weights again."""
+    another = sum(weight.nbytes for weight in model.parameters()) + FORWARD_BYTES
+    if apart:
+        another = GROUP_BYTES * sum(len(pool.buffers) for pool in layout.pools if pool.lookback is None)
+    return int(another / max(1, PADDED * layout.bytes_per_token))  # 0 without a chain
 
 
 class _Gather:
     """Where the tokens of one pool are in this forward: rows of a flat tensor, the same in all of its layers."""
 
     def __init__(self) -> None:
-        self.written = self.read = torch.empty(0)
+        self.written = torch.empty(0)
+        self.read: Sequence[Tensor] = ()
         self.new: Tensor | None = None
+        self.padded = False  # the model needs all rows in one tensor
 
-    def aim(self, read: Tensor, valid: Tensor | None, new: int) -> None:
-        """`read` [rows, columns]: all that are attended to, the new ones last; `valid` [rows, new]: which of these are
-        not padding, and are written (None: all)."""
-        written = read[:, -new:].flatten()
+    def aim(self, read: Sequence[Tensor], valid: Tensor | None, new: int) -> None:
+        """`read`, of each group of rows, [rows, columns]: all that are attended to, the new ones last; `valid`
+        [rows, new]: which of these are not padding, and are written (None: all)."""
+        written = torch.cat([part[:, -new:].flatten() for part in read])
         self.read, self.new = read, None if valid is None else valid.flatten().nonzero()[:, 0]
         self.written = written if self.new is None else written[self.new]
+
+    def pads(self) -> None:
+        self.padded = True
 
 
 class _Column:
@@ -94,13 +106,17 @@ class _Column:
     def __init__(self, flat: Tensor, gather: _Gather, scale: float) -> None:
         self.flat, self.gather, self.scale = flat, gather, scale
 
-    def push(self, tokens: Tensor) -> Tensor:
-        """Write [rows, new, *shape], and read [rows, columns, *shape]."""
+    def push(self, tokens: Tensor) -> list[Tensor]:
+        """Write [rows, new, *shape], and read [rows, columns, *shape] of each group."""
         tokens, gather, flat = tokens.flatten(0, 1), self.gather, movable(self.flat)
         fresh = narrowed(tokens if gather.new is None else tokens[gather.new], self.flat.dtype, self.scale)
         flat.index_copy_(0, gather.written, movable(fresh))
-        found = flat.index_select(0, gather.read.flatten()).view(*gather.read.shape, *flat.shape[1:])
-        return widened(found.view(self.flat.dtype), tokens.dtype, self.scale)
+        found = (flat.index_select(0, read.flatten()).view(*read.shape, *flat.shape[1:]) for read in gather.read)
+        return [widened(part.view(self.flat.dtype), tokens.dtype, self.scale) for part in found]
+
+    def turned(self, tokens: Tensor) -> list[Tensor]:
+        """The same with heads before tokens."""
+        return [part.transpose(1, 2) for part in self.push(tokens.transpose(1, 2))]
 
 
 class _InRows(Layer):
@@ -112,12 +128,13 @@ class _InRows(Layer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take [rows, heads, new, width]; returns [rows, heads, columns, width]."""
         self.arrive()
-        keys = self.columns["keys"].push(key_states.transpose(1, 2)).transpose(1, 2)
-        values = keys[..., : value_states.shape[-1]]  # where one tape is both, or values have no width
+        keys = self.columns["keys"].turned(key_states)
+        values = [part[..., : value_states.shape[-1]] for part in keys]  # if one tape is both, or they have no width
         if "values" in self.columns:
-            values = self.columns["values"].push(value_states.transpose(1, 2)).transpose(1, 2)
+            values = self.columns["values"].turned(value_states)
         self.cumulative_length += key_states.shape[2]
-        return keys, values
+        pads = self.columns["keys"].gather.pads
+        return grouped(keys, pads), grouped(values, pads)
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -129,7 +146,8 @@ class _IndexedInRows(_InRows):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Take [rows, new, width]; returns [rows, columns, width]."""
         self.arrive()
-        return self.columns["indexer_keys"].push(indexer_key_states)
+        column = self.columns["indexer_keys"]
+        return grouped(column.push(indexer_key_states), column.gather.pads)
 
 
 class _CompressingInRows(_InRows):
@@ -187,8 +205,10 @@ def in_rows(layout: StateLayout) -> bool:
 class Batch:
     """Sequences whose next chunks are computed together. Another set of sequences is another batch."""
 
-    def __init__(self, workspaces: Sequence[PagedWorkspace]) -> None:
-        self.workspaces = tuple(workspaces)
+    def __init__(self, workspaces: Sequence[PagedWorkspace], spare: int | None = None) -> None:
+        """`spare`: by how many columns a row of an answer may be padded (`by_length`); None: to the longest."""
+        self.workspaces, self._spare = tuple(workspaces), spare
+        self._groups: list[list[int]] = []  # of answers, which all grow alike
         first = workspaces[0]
         self.layout, self.device = first.layout, first.device
         layers = [replace(plan, mixin=IN_ROWS[type(plan.fresh).__name__]).build() for plan in self.layout.layers]
@@ -253,7 +273,7 @@ class Batch:
         valid = None
         if min(counts) < new:  # a column of padding may be one of the row's past
             valid = columns[:new] >= new - torch.tensor(counts, device=device)[:, None]
-        self._aim(columns - starts, counts, valid)
+        self._aim(columns, starts, counts, valid)
         output = compute(
             model,
             self.cache,
@@ -267,16 +287,32 @@ class Batch:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _aim(self, at: Tensor, counts: Sequence[int], valid: Tensor | None) -> None:
-        """`at` [rows, columns]: which token of its row each column has, below 0 in the padding."""
-        size, new = self.layout.page_tokens, max(counts)
+    @property
+    def padded(self) -> bool:
+        """Whether the model needed keys or values of all rows in one tensor, so that groups gain nothing."""
+        return any(gather.padded for gather in self._gathers.values())
+
+    def _apart(self, counts: Sequence[int]) -> list[slice]:
+        """The groups of rows that are padded to the same length."""
+        if self._spare is None or max(counts) > 1:
+            return [slice(len(counts))]
+        self._groups = self._groups or by_length([workspace.tokens for workspace in self.workspaces], self._spare)
+        return [slice(group[0], group[-1] + 1) for group in self._groups]
+
+    def _aim(self, columns: Tensor, starts: Tensor, counts: Sequence[int], valid: Tensor | None) -> None:
+        """`starts` [rows, 1]: the column in which each row begins."""
+        size, new, groups = self.layout.page_tokens, max(counts), self._apart(counts)
+        # Which token of its row each column has, below 0 in the padding.
+        at = [columns[int(starts[rows].min()) :] - starts[rows] for rows in groups]
         for pool in self.layout.pools:
             if pool.name not in self._gathers:
                 continue
+            read = []
             if pool.lookback is None:
-                table = pad_sequence([workspace.tables[pool.name].index for workspace in self.workspaces], True)
-                token = at.clamp(min=0)  # in the padding: any token of the row, as the mask hides it
-                read = table.gather(1, token // size) * size + token % size
+                for rows, tokens in zip(groups, at, strict=True):
+                    tables = [workspace.tables[pool.name].index for workspace in self.workspaces[rows]]
+                    token = tokens.clamp(min=0)  # in the padding: any token of the row, as the mask hides it
+                    read.append(pad_sequence(tables, True).gather(1, token // size) * size + token % size)
             else:
                 first = pool.buffers[0]
                 tapes = [workspace._tapes[first.name] for workspace in self.workspaces]
@@ -286,8 +322,9 @@ class Batch:
                 rooms = torch.arange(len(tapes), device=self.device)[:, None] * len(tapes[0]._data)
                 window = self.layout.layers[first.layer].window
                 assert window is not None
-                width = min(new + window - 1, at.shape[1])
-                read = at[:, -width:].maximum(front) + (rooms - front)
+                for rows, tokens in zip(groups, at, strict=True):
+                    width = min(new + window - 1, tokens.shape[1])
+                    read.append(tokens[:, -width:].maximum(front[rows]) + (rooms - front)[rows])
             self._gathers[pool.name].aim(read, valid, new)
 
 
@@ -296,6 +333,7 @@ class Together:
     """What a model computes together; nothing by default."""
 
     answers: bool = False  # one token of each row
+    apart: bool = False  # the same, with rows of other lengths in groups of their own
     fresh: bool = False  # tails of any lengths that have no past
     equal: bool = False  # tails of one length
     any: bool = False  # all tails
@@ -332,16 +370,20 @@ def together(model: Any, layout: StateLayout) -> Together:
     if model not in _tried:
         if layout.scales is not None:  # rounding to FP8 would be taken for a wrong mask
             layout = StateLayout.of(model, layout.page_tokens, layout.chunk_tokens)
-        answers = in_rows(layout) and _agrees(model, layout, ANSWERS, again=True)
+        apart = in_rows(layout) and _agrees(model, layout, ANSWERS, again=True, spare=APART)
+        answers = apart or (in_rows(layout) and _agrees(model, layout, ANSWERS, again=True))
         tails = answers and all(plan.rate == 1 for plan in layout.layers)
-        _tried[model] = Together(answers, *(tails and _agrees(model, layout, rows) for rows in (FRESH, EQUAL, ANY)))
+        tried = (tails and _agrees(model, layout, rows) for rows in (FRESH, EQUAL, ANY))
+        _tried[model] = Together(answers, apart, *tried)
         log.debug("%s computes together: %s", type(model).__name__, _tried[model])
     return _tried[model]
 
 
-def _agrees(model: Any, layout: StateLayout, rows: Sequence[tuple[int, int]], again: bool = False) -> bool:
+def _agrees(
+    model: Any, layout: StateLayout, rows: Sequence[tuple[int, int]], again: bool = False, spare: int | None = None
+) -> bool:
     """Whether rows computed together have the logits of each alone, then and after one more token, which reads the
-    state that the first wrote: alone or, `again`, together too."""
+    state that the first wrote: alone or, `again`, together too. With `spare`: in groups, none of which is padded."""
     vocabulary = model.get_input_embeddings().num_embeddings
     prompts = [[(7 * at + before) % vocabulary for at in range(before)] for before, _ in rows]
     ids = [[(5 * at + tokens) % vocabulary for at in range(tokens)] for _, tokens in rows]
@@ -349,11 +391,11 @@ def _agrees(model: Any, layout: StateLayout, rows: Sequence[tuple[int, int]], ag
     try:
         make_batchable(model, layout.layers, layout.cache_class)
         in_batch, alone = (computed(model, layout, prompts, most) for _ in range(2))
-        batch = Batch(in_batch)
+        batch = Batch(in_batch, spare)
         found = [batch.forward(model, ids), batch.forward(model, more) if again else _alone(model, in_batch, more)]
         each = [_alone(model, alone, ids), _alone(model, alone, more)]
         allowed = ROUNDING.get(model.dtype, 0.1)
-        return all(
+        return not batch.padded and all(
             torch.allclose(ours.float(), theirs.float(), rtol=0, atol=allowed * float(theirs.float().abs().max()))
             for ours, theirs in zip(found, each, strict=True)
         )

@@ -65,7 +65,7 @@ class Turns:
         self.counts = EngineCounts()
         self.turn_tokens = turn_tokens
         self.together = Together() if deterministic else together(model.model, model.layout)
-        self._spare = spare_tokens(model.model, model.layout)
+        self._spare = spare_tokens(model.model, model.layout, self.together.apart)
         self._batches: dict[tuple[PagedWorkspace, ...], Batch] = {}  # of the last turn
         self.scheduler: Scheduler[Job] = Scheduler(
             cache,
@@ -313,7 +313,9 @@ class Turns:
     def _group(self, jobs: list[Job]) -> list[list[Job]]:
         """Requests that are decoded together; a job that is in no group is decoded alone."""
         jobs = sorted(jobs, key=lambda job: (job.computed, job.admitted_seq))
-        groups = [[jobs[at] for at in group] for group in by_length([job.computed for job in jobs], self._spare)]
+        groups = [jobs] if jobs else []
+        if not self.together.apart:
+            groups = [[jobs[at] for at in group] for group in by_length([job.computed for job in jobs], self._spare)]
         batches, self._batches = self._batches, {}
         for group in groups:
             states = tuple(job.state for job in group)
@@ -348,7 +350,7 @@ class Turns:
         """Compute the next chunks of several requests in one forward: all of answers, or all tails of prompts."""
         states, ids, prefilling = tuple(job.state for job in jobs), [*map(self._chunk, jobs)], jobs[0].prefilling
         try:
-            batch = self._batches.get(states) or Batch(states)
+            batch = self._batches.get(states) or Batch(states, self._spare if self.together.apart else None)
             if not prefilling:
                 self._batches[states] = batch
             logits = batch.forward(self.model.model, ids)
