@@ -12,8 +12,9 @@ class Prints:
     (The same page computed in another batch may differ in its last bits, so a key may have several fingerprints.)
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, others: bool = False) -> None:
+        """`others`: pages of all files beside this one count as saved, such as those of other ranks."""
+        self._file, self._read = file, f"{file.stem}.*" if others else file.name
         self.restored, self.wrong = 0, list[str]()
 
     def note(self, pages: Iterable[tuple[int, bytes, str]]) -> None:
@@ -37,7 +38,8 @@ class Prints:
 
     def _saved(self) -> dict[Page, set[str]]:
         saved: dict[Page, set[str]] = {}
-        for line in self._file.read_text().splitlines() if self._file.exists() else ():
-            group, key, digest = line.split()
-            saved.setdefault((int(group), key), set()).add(digest)
+        for file in self._file.parent.glob(self._read):
+            for line in file.read_text().splitlines():
+                group, key, digest = line.split()
+                saved.setdefault((int(group), key), set()).add(digest)
         return saved

@@ -46,8 +46,9 @@ class RankWorker:
 
     def record(self, file: str) -> int:
         """Begin to compare pages; the worker's process."""
-        self.prints = Prints(Path(f"{file}.{self.rank}"))
-        Recorder(get_kv_transfer_group(), self.prints)
+        side = get_kv_transfer_group()
+        self.prints = Prints(Path(f"{file}.{self.rank}"), others=side.worker.identity.by_groups)
+        Recorder(side, self.prints)
         return os.getpid()
 
     def found(self) -> tuple[int, list[str]]:

@@ -1,6 +1,7 @@
 """What the connector takes of vLLM's configuration: what it refuses, and what keeps two engines' pages apart."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ with warnings.catch_warnings():
 from kvarve.connectors.engine_interfaces import engines
 from kvarve.errors import ConfigError
 from kvarve.memory.engine_arena import pool_of
+from kvarve.pages.pools import HeadGroups
 
 
 class Config(SimpleNamespace):
@@ -39,8 +41,8 @@ def config(**changes: Any) -> Any:
         kv_transfer_config=Config(kv_role="kv_both", kv_load_failure_policy="recompute"),
     )
     for path, value in changes.items():
-        place, _, last = path.partition("__")
-        setattr(getattr(found, place), last, value)
+        place, _, last = path.rpartition("__")
+        setattr(getattr(found, place) if place else found, last, value)
     return found
 
 
@@ -53,6 +55,18 @@ def test_the_model_and_the_names_of_pages_are_in_the_identity() -> None:
     assert identity() == identity()
     assert identity(cache_config__prefix_caching_hash_algo="sha256_cbor") != identity()
     assert identity(model_config__hf_config=Config(hidden_size=65)) != identity()
+
+
+def test_pages_that_are_stored_by_head_are_those_of_any_number_of_ranks() -> None:
+    def fingerprint(ranks: int, heads: int, load_format: str = "auto", by_head: bool = True) -> bytes:
+        found = config(parallel_config__tensor_parallel_size=ranks, load_config=Config(load_format=load_format))
+        pool = pool_of("0-full", [64 * heads], None, heads=heads)
+        pool = replace(pool, groups=HeadGroups(4, ((0, (1,)),)) if by_head else None)
+        return identity_of(found, [pool], 16, [], "v1", torch.device("cpu")).fingerprint()
+
+    assert fingerprint(1, 4) == fingerprint(2, 2) == fingerprint(4, 1) == fingerprint(8, 1)
+    assert fingerprint(2, 2) != fingerprint(2, 2, by_head=False) != fingerprint(4, 1, by_head=False)
+    assert fingerprint(2, 2, "dummy") != fingerprint(4, 1, "dummy"), "their weights differ by rank"
 
 
 @pytest.mark.parametrize(

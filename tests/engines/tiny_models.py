@@ -70,6 +70,7 @@ MODELS = {
         30,
     ),
     "qwen3_one_head": Model("qwen3", {"num_hidden_layers": 4, "num_key_value_heads": 1}, "float32", 128, 70),
+    "qwen3_four_heads": Model("qwen3", {"num_hidden_layers": 4, "num_key_value_heads": 4}, "float32", 128, 70),
     "gemma3": Model(
         "gemma3_text", {"num_hidden_layers": 6, "sliding_window": 128}, "float32", 128, 70, ("16MiB", "8MiB")
     ),

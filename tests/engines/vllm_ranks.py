@@ -38,6 +38,7 @@ class Ranked(Watched):
             "left": len(self.scheduler.scheduler.core.leases) + sum(self.scheduler._held.values()),
             "page": self.core.scheduler.block_size,
             "pools": [[pool.name, pool.replicated] for pool in self.scheduler.scheduler.pools],
+            "heads": [pool.groups and pool.groups.count for pool in self.scheduler.scheduler.pools],
             "objects": self._all("objects"),
         }
 

@@ -58,6 +58,8 @@ class ConnectorSettings:
     """a file of 32 random bytes, of this user alone: pages in storage that were not sealed with it are misses"""
     weights: str = ""
     """text that tells these weights apart, instead of a sample of their files; "read": all bytes of the files"""
+    hits: Literal["exact", "rounded"] = "exact"
+    """rounded: pages are stored by KV head, and shared by all sizes of tensor parallelism, which round differently"""
     policies: Policies = field(default=Policies(), metadata={"without": _ENGINES})
 
     @classmethod

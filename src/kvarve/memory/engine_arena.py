@@ -90,12 +90,17 @@ class EngineArena:
 
 
 def pool_of(
-    name: str, sizes: Sequence[int], lookback: int | None, together: int = 1, strips: Strips | None = None
+    name: str,
+    sizes: Sequence[int],
+    lookback: int | None,
+    together: int = 1,
+    strips: Strips | None = None,
+    heads: int = 1,
 ) -> PoolSpec:
     """The pool of an engine's cache group: `sizes` are the bytes of a block in each of its layers, of which a page has
-    `together`, or these strips."""
+    `together`, or these strips. Each has those of so many `heads`, one behind the other."""
     buffers = tuple(
-        BufferSpec(f"layers.{layer}.block{part}", (1, length), "uint8")
+        BufferSpec(f"layers.{layer}.block{part}", (heads, length // heads), "uint8")
         for layer, size in enumerate(sizes)
         for part, length in enumerate([size] * together if strips is None else [each for _, each in strips.strips])
     )

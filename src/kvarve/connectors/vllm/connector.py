@@ -60,6 +60,7 @@ from kvarve.connectors.vllm.groups import (
     on_all_stages,
     replicated,
 )
+from kvarve.connectors.vllm.kv_heads import heads_of
 from kvarve.connectors.vllm.vllm_metrics import COUNTERS, KvarveMetrics, KvarveStats
 from kvarve.connectors.vllm.weights import adapter_now, load_anew, others_of
 from kvarve.core.copies.effects import Copy, Ended, Event
@@ -472,16 +473,24 @@ class WorkerSide(KvarveConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         assert self._kv_cache_config is not None
-        blocks, pools, layers, kept = self._kv_cache_config.num_blocks, [], [], []
+        blocks, pools, kept = self._kv_cache_config.num_blocks, [], []
         page, groups, parts = self._pages(kv_caches)
-        for group, strips in zip(groups, parts, strict=True):
-            mine = self._layers(group, kv_caches)
+        layers = [self._layers(group, kv_caches) for group in groups]
+        heads = None
+        if self._settings.hits == "rounded":
+            heads = heads_of(self._vllm_config, self._kv_cache_config, groups, layers, page)
+        for number, (group, strips, mine) in enumerate(zip(groups, parts, layers, strict=True)):
             spec = self._kv_cache_config.kv_cache_groups[group.number]
             sizes = [block_bytes(name, tensor, blocks).shape[1] for name, tensor in mine.items()]
-            pool = pool_of(self._name(group), sizes, group.lookback, group.blocks(page), strips)
-            pools.append(replace(pool, replicated=replicated(spec.kv_cache_spec, self._vllm_config)))
-            layers.append(mine)
-            kept.append(layout_of(spec, mine))
+            shape = self._name(group), sizes, group.lookback, group.blocks(page), strips
+            if heads is None:
+                pool = pool_of(*shape)
+                pools.append(replace(pool, replicated=replicated(spec.kv_cache_spec, self._vllm_config)))
+                kept.append(layout_of(spec, mine))
+            else:
+                pool = pool_of(*shape, heads[number].here)
+                pools.append(replace(pool, groups=heads[number].groups(len(pool.buffers))))
+                kept.append(heads[number].layout)
         device = device_of([*kv_caches.values()])
         identity = identity_of(self._vllm_config, pools, page, kept, self._settings.weights, device)
         arenas = [

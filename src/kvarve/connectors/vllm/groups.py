@@ -16,7 +16,7 @@ from kvarve.connectors.vllm.block_plan import Group, lookback_of
 from kvarve.connectors.vllm.vllm_identity import model_digest, weights_of
 from kvarve.errors import ConfigError
 from kvarve.pages.pools import LAYOUT_FORMAT, ModelIdentity, PoolSpec
-from kvarve.reference.engine.identity import numerics
+from kvarve.reference.engine.identity import numerics, without_threads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,13 +63,15 @@ def groups_of(config: "KVCacheConfig", page_tokens: int) -> tuple[Group, ...]:
 def identity_of(
     config: "VllmConfig", pools: list[Any], page_tokens: int, kept: list[str], weights: str, device: torch.device
 ) -> ModelIdentity:
-    """All that decides the bytes of a page, as far as a connector can tell.
+    """All that decides the bytes of a page, as far as a connector can tell. Where all pools are stored by head, the
+    number of ranks is none of it, nor is that of their threads.
 
     The grid is a page: vLLM computes a prompt in chunks that follow from its load, and its own prefix cache does not
     tell them apart either.
     """
-    model, cache = config.model_config, config.cache_config
-    return ModelIdentity(
+    model, cache, ranks = config.model_config, config.cache_config, config.parallel_config.tensor_parallel_size
+    by_head = all(pool.groups is not None for pool in pools)
+    found = ModelIdentity(
         architecture=" ".join(model.architectures),
         weights=weights_of(config, weights, began_s()),
         dtype=str(model.dtype).removeprefix("torch."),
@@ -77,11 +79,15 @@ def identity_of(
         chunk_tokens=page_tokens,
         pools=tuple(pools),
         layout=f"{LAYOUT_FORMAT} of vllm: {'; '.join(kept)}",
-        config=model_digest(config),
-        ranks=config.parallel_config.tensor_parallel_size,
+        config=model_digest(config, any_tensor_parallel=by_head),
+        ranks=ranks,
         quantisation=f"{model.quantization or ''} {cache.cache_dtype}".strip(),
         numerics=numerics([device], [f"vllm {VLLM_VERSION}", f"hashes {cache.prefix_caching_hash_algo}"]),
     )
+    if not by_head:
+        return found
+    dummy = f" of {ranks} ranks" * (config.load_config.load_format == "dummy")  # each has numbers of its own
+    return replace(found, weights=found.weights + dummy, numerics=f"{without_threads(found.numerics)}, hits rounded")
 
 
 def layout_of(spec: Any, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -101,20 +107,27 @@ def device_of(tensors: list[Any]) -> torch.device:
 
 
 def replicated(spec: Any, config: "VllmConfig") -> bool:
-    """Whether all tensor-parallel ranks hold the same bytes of a group. vLLM says so of MLA latents, index keys and
+    """Whether there are several tensor-parallel ranks, and all hold the same bytes of a group."""
+    return config.parallel_config.tensor_parallel_size > 1 and same_on_all_ranks(spec, config)
+
+
+def same_on_all_ranks(spec: Any, config: "VllmConfig") -> bool:
+    """Whether any number of ranks would hold the same bytes of a group. vLLM says so of MLA latents, index keys and
     some states, and not of a single KV head, of which each rank has a copy."""
-    if config.parallel_config.tensor_parallel_size == 1:
-        return False
     if layers := getattr(spec, "kv_cache_specs", None):  # whose blocks have other sizes
-        return all(replicated(each, config) for each in layers.values())
+        return all(same_on_all_ranks(each, config) for each in layers.values())
     if getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False):
         return True
     if get_kv_cache_spec_kind(spec).value == "mamba" or spec.num_kv_heads != 1:
         return False
-    # Some models have other numbers of heads in some layers: none of them may be above one.
-    fields = config.model_config.hf_text_config.to_dict().items()
+    return kv_heads(config) == 1
+
+
+def kv_heads(config: "VllmConfig") -> int | None:
+    """How many KV heads the model's layers have; None if some may have another number."""
+    fields, total = config.model_config.hf_text_config.to_dict().items(), config.model_config.get_total_num_kv_heads()
     heads = [value for name, value in fields if re.search("(kv|key_value).*heads", name) and value]
-    return config.model_config.get_total_num_kv_heads() == 1 and all(each == 1 for each in heads)
+    return total if all(each == total for each in heads) else None
 
 
 def on_all_stages(good: bool) -> bool:

@@ -19,8 +19,9 @@ from kvarve.reference.engine.identity import config_digest
 Fields = dict[str, object]
 
 
-def model_digest(vllm_config: Any) -> str:
-    """A digest of the model as this engine computes it, without its weights. Both seams have it in their identity."""
+def model_digest(vllm_config: Any, *, any_tensor_parallel: bool = False) -> str:
+    """A digest of the model as this engine computes it, without its weights. Both seams have it in their identity.
+    `any_tensor_parallel`: it is that of all sizes of tensor parallelism."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     config = plain(model.hf_config.to_dict())
     speculative, lora = getattr(vllm_config, "speculative_config", None), getattr(vllm_config, "lora_config", None)
@@ -40,7 +41,7 @@ def model_digest(vllm_config: Any) -> str:
         "v2_runner": getattr(vllm_config, "use_v2_model_runner", None),
         "ranks": [
             getattr(parallel, f"{it}_parallel_size", 1)
-            for it in ("tensor", "pipeline", "prefill_context", "decode_context")
+            for it in ("tensor", "pipeline", "prefill_context", "decode_context")[any_tensor_parallel:]
         ],
         "experts": getattr(parallel, "enable_expert_parallel", None),
         "draft": speculative and [speculative.method, speculative.model, speculative.num_speculative_tokens],
