@@ -8,7 +8,9 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -51,7 +53,18 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "kvarve": version("kvarve"),
+        "commit": _commit(),
+        "day": time.strftime("%Y-%m-%d"),
     }
+
+
+def _commit() -> str:
+    """Of the checkout that is measured; "" where git does not say, with a + if it was changed since."""
+    ask = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 @contextmanager

@@ -320,6 +320,10 @@ def main() -> None:
         "four_pools_over_one": cost(rows, **run, pools=4) / cost(rows, **run, pools=1),
         "bytes_per_token": bytes_per_token(page),
     }
+    longest = {"pools": 4, "prompt_tokens": 10_240 if args.quick else 102_400, "case": "in sum"}
+    for size in sorted({page for page, _ in cases}):
+        ratios[f"restore_page_{size}_ms"] = cost(rows, bench="restore", page=size, **longest) / 1000
+        ratios[f"step_page_{size}_ms"] = cost(rows, bench="step", page=size, pools=4) / 1000
     show("The core, microseconds a call", rows)
     for name, value in ratios.items():
         print(f"{name}: {value:.2f}")

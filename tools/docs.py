@@ -15,6 +15,7 @@ from pathlib import Path
 import transformers
 from prometheus_client.core import Metric
 
+import performance
 import residency
 from kvarve import metrics, testing
 from kvarve.core.copies import in_flight
@@ -193,6 +194,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "families.md": {"families": families.markdown},
     "http.md": {"flags": flags},
     "storages.md": {"storages": storages},
+    "performance.md": {"performance": performance.table, "prefixes": performance.prefixes},
     "metrics.md": {"own_metrics": own_metrics, "vllm_metrics": vllm_metrics, "sglang_metrics": sglang_metrics},
 }
 

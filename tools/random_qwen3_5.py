@@ -29,6 +29,13 @@ BASE: dict[str, Any] = {
     "linear_num_value_heads": 16,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
+    "max_position_embeddings": 32768,
+}
+LARGE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "max_position_embeddings": 65536} | {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32} | {
     "num_attention_heads": 4,
@@ -40,13 +47,13 @@ SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_h
 
 
 def make(folder: Path, small: bool = False, seed: int = 0, **changed: Any) -> Any:
-    """Write a checkpoint that `kvarve serve --model FOLDER` loads; the model, too. Sizes may be changed by name."""
+    """Write a checkpoint that `kvarve serve --model FOLDER` loads; the model, too. Sizes may be changed by name, as
+    `LARGE` does: 0.9 billion parameters."""
     shape = BASE | (SMALL if small else {}) | changed
     layers = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
     config = Qwen3_5TextConfig(
         **shape,
         layer_types=layers * (shape["num_hidden_layers"] // len(layers)),
-        max_position_embeddings=32768,
         tie_word_embeddings=True,
         eos_token_id=EOS,
         pad_token_id=PAD,

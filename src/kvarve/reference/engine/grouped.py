@@ -1,8 +1,8 @@
-"""Keys and values of rows of different lengths, for one attention: rows of about the same length lie together, so that
+"""Keys and values of rows of different lengths, for one attention. Rows of about the same length lie together, so that
 a short row is not padded to the longest.
 
 Nothing here knows a model. Its code gets a tensor of the padded shape that has no memory. Attention computes it group
-by group; any other operation gets the padded tensor, which is right too, and as dear as without groups.
+by group. Any other operation gets the padded tensor, which costs what it costs without groups.
 """
 
 from collections.abc import Callable, Mapping, Sequence
