@@ -2,7 +2,7 @@
 a short row is not padded to the longest.
 
 Nothing here knows a model. Its code gets a tensor of the padded shape that has no memory. Attention computes it group
-by group. Any other operation gets the padded tensor, which costs what it costs without groups.
+by group. Any other operation reads the padded tensor, which costs what it costs without groups.
 """
 
 from collections.abc import Callable, Mapping, Sequence
