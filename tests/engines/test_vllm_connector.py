@@ -16,8 +16,10 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    from kvarve.connectors.vllm.block_plan import Group
     from kvarve.connectors.vllm.connector import KvarveConnector, check_engine, identity_of
     from kvarve.connectors.vllm.groups import kv_heads, replicated
+    from kvarve.connectors.vllm.kv_heads import _heads
     from kvarve.connectors.vllm.vllm_metrics import KvarveStats
 
 from kvarve.connectors.engine_interfaces import engines
@@ -149,6 +151,25 @@ def test_a_draft_with_other_numbers_of_heads_has_other_heads_on_each_rank() -> N
         found = of(1, draft)
         found.parallel_config.tensor_parallel_size = 4
         assert replicated(one, found) is (draft == 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"quant_config": Config(kv_cache_scheme={"strategy": "attn_head"})}, "scales of its own"),
+        ({"cache_config__calculate_kv_scales": True}, "leave out --calculate-kv-scales"),
+        ({}, "several numbers of KV heads"),
+    ],
+    ids=["scales of each head", "scales of each rank", "other heads in other layers"],
+)
+def test_heads_whose_bytes_differ_by_more_than_rounding_are_not_shared(changes: dict[str, Any], why: str) -> None:
+    layers = {"a": SimpleNamespace(num_kv_heads=2), "b": SimpleNamespace(num_kv_heads=4)}
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    found = config(compilation_config=Config(static_forward_context=layers), **changes)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], num_blocks=2)
+    group = Group(0, "0-full-attention", 16, None, False, "full_attention", None)
+    told = _heads(found, cache, group, {name: torch.zeros(2, 2, 16, 64) for name in layers}, 16)
+    assert isinstance(told, str) and why in told
 
 
 def test_the_hooks_of_this_vllm_are_those_that_kvarve_knows() -> None:
