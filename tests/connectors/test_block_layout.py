@@ -89,6 +89,13 @@ def test_how_a_heads_bytes_lie_is_told_whatever_other_heads_a_rank_has() -> None
     assert other is not None and other[1] != two[1]
 
 
+def test_the_same_layout_of_other_layers_is_another() -> None:
+    """Settings choose which layers of a model are in which group, as a cache type that leaves some layers out."""
+    layer, tensor = made(48, Kernel(), True)
+    first, second = (head_layout({name: layer}, {name: tensor}, BLOCKS, TOKENS) for name in ("layers.1", "layers.2"))
+    assert first is not None and second is not None and first != second
+
+
 @pytest.mark.parametrize(
     "layers",
     [

@@ -16,8 +16,10 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    from kvarve.connectors.vllm.block_plan import Group
     from kvarve.connectors.vllm.connector import KvarveConnector, check_engine, identity_of
-    from kvarve.connectors.vllm.groups import replicated
+    from kvarve.connectors.vllm.groups import kv_heads, replicated
+    from kvarve.connectors.vllm.kv_heads import _heads
     from kvarve.connectors.vllm.vllm_metrics import KvarveStats
 
 from kvarve.connectors.engine_interfaces import engines
@@ -109,6 +111,65 @@ def test_what_all_ranks_hold_is_told_by_the_group_and_by_every_number_of_heads()
     assert of(spec(1), num_key_value_heads=1) and not of(spec(1), ranks=1, num_key_value_heads=1)
     assert not of(spec(1), num_key_value_heads=2), "each rank has one of two"
     assert not of(spec(1), num_key_value_heads=1, num_global_key_value_heads=4), "other layers have several"
+
+
+def text_model(total: int, **fields: Any) -> Any:
+    return Config(hf_text_config=Config(**fields), get_total_num_kv_heads=lambda: total)
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"num_key_value_heads": 4}, 4),
+        ({"n_head_kv": 4}, 4),
+        ({"num_key_value_heads": [4, 4, 4]}, 4),
+        ({"num_key_value_heads": [4, 4, 8]}, None),
+        ({"block_configs": [{"attention": {"n_heads_in_group": heads}} for heads in (4, 8)]}, None),
+        ({"num_attention_groups": 4, "attention_other_setting": {"num_attention_groups": 8}}, None),
+        ({"num_attention_groups": 4, "attention_other_setting": {"num_attention_groups": 4}}, 4),
+        ({"num_key_value_heads": 4, "per_layer_config": {1: {"num_key_value_heads": 2}}}, None),
+    ],
+    ids=str,
+)
+def test_layers_with_other_numbers_of_heads_are_seen_wherever_a_config_has_them(
+    fields: dict[str, Any], found: int | None
+) -> None:
+    assert kv_heads(config(model_config=text_model(4, **fields))) == found
+
+
+def test_a_draft_with_other_numbers_of_heads_has_other_heads_on_each_rank() -> None:
+    """With a head or two of the model's on each of four ranks, a rank has one of the draft's four."""
+
+    def of(model: int, draft: int | None, **fields: Any) -> Any:
+        found = None if draft is None else text_model(draft, **fields)
+        return config(model_config=text_model(model), speculative_config=Config(draft_model_config=found))
+
+    assert kv_heads(of(2, None)) == kv_heads(of(2, 2)) == kv_heads(of(2, 0)) == 2
+    assert kv_heads(of(2, 4)) is kv_heads(of(2, 2, num_key_value_heads=4)) is None
+    one = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    for draft in (1, 4):
+        found = of(1, draft)
+        found.parallel_config.tensor_parallel_size = 4
+        assert replicated(one, found) is (draft == 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"quant_config": Config(kv_cache_scheme={"strategy": "attn_head"})}, "scales of its own"),
+        ({"cache_config__calculate_kv_scales": True}, "leave out --calculate-kv-scales"),
+        ({}, "several numbers of KV heads"),
+    ],
+    ids=["scales of each head", "scales of each rank", "other heads in other layers"],
+)
+def test_heads_whose_bytes_differ_by_more_than_rounding_are_not_shared(changes: dict[str, Any], why: str) -> None:
+    layers = {"a": SimpleNamespace(num_kv_heads=2), "b": SimpleNamespace(num_kv_heads=4)}
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    found = config(compilation_config=Config(static_forward_context=layers), **changes)
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], num_blocks=2)
+    group = Group(0, "0-full-attention", 16, None, False, "full_attention", None)
+    told = _heads(found, cache, group, {name: torch.zeros(2, 2, 16, 64) for name in layers}, 16)
+    assert isinstance(told, str) and why in told
 
 
 def test_the_hooks_of_this_vllm_are_those_that_kvarve_knows() -> None:

@@ -39,8 +39,8 @@ def divided(
 def head_layout(
     layers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], blocks: int, tokens: int
 ) -> tuple[int, str] | None:
-    """How many KV heads these layers have, all alike, and a digest of where a head's numbers are among its bytes. None
-    unless a block of so many tokens has the bytes of one head behind those of the other."""
+    """How many KV heads these layers have, all alike, and a digest of their names and of where a head's numbers are
+    among its bytes. None unless a block of so many tokens has the bytes of one head behind those of the other."""
     counts, digest = set[int](), hashlib.sha256()
     for name, tensor in tensors.items():
         layer, mine = layers[name], _block(tensor, blocks)
@@ -54,7 +54,7 @@ def head_layout(
         key, value = torch.split(given, [layer.head_size, layer.head_size_v], -1)
         ((first, length),) = strips.strips
         written = _filled(layer, mine, range(tokens), key.contiguous(), value.contiguous())
-        digest.update(written[first : first + length].cpu().numpy().tobytes())
+        digest.update(name.encode() + written[first : first + length].cpu().numpy().tobytes())
     return (counts.pop(), digest.hexdigest()[:16]) if len(counts) == 1 else None
 
 

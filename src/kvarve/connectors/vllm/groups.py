@@ -2,7 +2,7 @@
 decides the bytes of a page."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from kvarve.reference.engine.identity import numerics, without_threads
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+HEADS = re.compile("(kv|key_value).*heads|num_attention_groups|n_heads_in_group")  # fields of configs
 
 
 def check_engine(config: "VllmConfig") -> None:
@@ -124,10 +126,25 @@ def same_on_all_ranks(spec: Any, config: "VllmConfig") -> bool:
 
 
 def kv_heads(config: "VllmConfig") -> int | None:
-    """How many KV heads the model's layers have; None if some may have another number."""
-    fields, total = config.model_config.hf_text_config.to_dict().items(), config.model_config.get_total_num_kv_heads()
-    heads = [value for name, value in fields if re.search("(kv|key_value).*heads", name) and value]
-    return total if all(each == total for each in heads) else None
+    """How many KV heads the model's layers have, and a draft model's; None if some may have another number. With as
+    many ranks or more each rank has one head of any layer, which is another one if the layer has more."""
+    draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    found = set[int]()
+    for model in filter(None, (config.model_config, draft)):
+        found |= {*_heads_in({"kv_heads": model.get_total_num_kv_heads()}), *_heads_in(model.hf_text_config.to_dict())}
+    return found.pop() if len(found) == 1 else None
+
+
+def _heads_in(value: Any, named: bool = False) -> Iterator[int]:
+    """All numbers of KV heads that stand in a config, or by which it says them. `named`: the value is one."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _heads_in(each, bool(HEADS.search(str(name))))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _heads_in(each, named)
+    elif named and isinstance(value, int) and value:
+        yield value
 
 
 def on_all_stages(good: bool) -> bool:

@@ -57,8 +57,12 @@ def _heads(config: Any, cache: Any, group: Group, tensors: Mapping[str, torch.Te
         return f"its pages of {page_tokens} tokens are parts of blocks; leave out --prefix-match-unit"
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return "each rank calculates scales of its own; leave out --calculate-kv-scales"
+    if (getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None) or {}).get("strategy") == "attn_head":
+        return "each head has scales of its own, which kvarve does not tell apart from another layout"
     if not any(name in layers for name in tensors):  # they are on another pipeline stage
         return Heads(1, 1, f"{group.kind} {group.block_tokens} elsewhere")
+    if len({getattr(layers[name], "num_kv_heads", 0) for name in tensors}) > 1:
+        return "its layers, or those of a draft model among them, have several numbers of KV heads"
     found = head_layout(layers, tensors, cache.num_blocks, group.block_tokens)
     if found is None:
         return "a KV head's bytes must be in one piece of a block; set VLLM_KV_CACHE_LAYOUT=HND"
