@@ -8,11 +8,18 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType as Kind
@@ -25,6 +32,7 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
+from kvarve.connectors.sglang import linker as linker_module
 from kvarve.pages.pools import Tier
 
 KINDS = {
@@ -99,10 +107,11 @@ class Engine(UnifiedRadixCacheFixtures):
         core: str = "python",
         group: Any = None,
         paged: bool = True,
-        linker: str = "KvarveLinker",
+        sized: CacheConfig | None = None,
         **extra: Any,
     ) -> None:
-        self.kind, self.cfg, self.page = kind, config(kind, page), page
+        """`sized`: other sizes than the bed's."""
+        self.kind, self.cfg, self.page = kind, sized or config(kind, page), page
         _, self.allocator, self.requests = build_fixture(self.cfg)
         kv: Any = self.allocator.get_kvcache()
         if kind == "DSA":
@@ -133,8 +142,14 @@ class Engine(UnifiedRadixCacheFixtures):
         )
         self.cache = UnifiedRadixCache(params)
         self.states = getattr(self.requests, "mamba_allocator", None)
+        self.connect(kv, params, **extra)
+        self.pools = self._tensors(kv)
+        self.free = self._free()
+
+    def connect(self, kv: Any, params: Any, linker: str = "KvarveLinker", **extra: Any) -> None:
+        """Put kvarve behind the tree."""
         self.linker = create_unified_cache_linker(
-            ServerArgs(model_path="dummy", page_size=page),
+            ServerArgs(model_path="dummy", page_size=self.page),
             params,
             backend="dynamic",
             config={
@@ -146,8 +161,6 @@ class Engine(UnifiedRadixCacheFixtures):
         )
         self.cache.init_cache_linker(self.linker)
         kv.register_layer_transfer_counter(self.linker.layer_done_counter)
-        self.pools = self._tensors(kv)
-        self.free = self._free()
 
     def _tensors(self, kv: Any) -> dict[str, Pool]:
         full = getattr(kv, "full_kv_pool", kv)
@@ -213,7 +226,25 @@ class Engine(UnifiedRadixCacheFixtures):
         """A request that waits: it is matched."""
         req = self._make_req(self.requests)
         req.rid, req.origin_input_ids = f"r{next(_rids)}", array("q", tokens)
+        req.cache_request_handle = CacheRequestHandle(req.rid, 0)
         return req, self.match(req, tokens)
+
+    def arrive(self, tokens: Sequence[int]) -> Any:
+        """A request joins the queue of SGLang's scheduler, which asks for it, and then whether it may begin."""
+        req, _ = self.begin(tokens)
+        req.init_next_round_input = lambda cache, cow_mamba: None
+        queue = SimpleNamespace(tree_cache=self.cache, enable_hicache_storage=False)
+        linker_module._arriving(lambda *_: None)(queue, req)
+        assert queue.enable_hicache_storage
+        return req
+
+    def may_begin(self, req: Any) -> bool:
+        """Whether it needs to wait no longer."""
+        return bool(self.cache.check_prefetch_progress(req.cache_request_handle))
+
+    def wait_for_storage(self, req: Any) -> None:
+        while not self.may_begin(req):
+            self.linker.worker.wait(1.0)
 
     def match(self, req: Any, tokens: Sequence[int]) -> Any:
         match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)), req=req))
@@ -221,8 +252,12 @@ class Engine(UnifiedRadixCacheFixtures):
         return match
 
     def end(self, req: Any) -> None:
+        """A request is aborted before it has begun."""
+        self.cache.release_aborted_request(req.cache_request_handle)
+        self.finish(req)
+
+    def finish(self, req: Any) -> None:
         """A request's own slot and states are free again."""
-        self.cache.linker.release_request(req.rid)
         if self.cfg.has_mamba:
             self.requests.free_mamba_cache(req)
         self.requests.free(req)
@@ -255,6 +290,7 @@ class Engine(UnifiedRadixCacheFixtures):
         lock = self.cache.inc_lock_ref(node).to_dec_params()
         try:
             restored = self.load(req, match)
+            self.cache.finish_storage_prefetch_admission(req.cache_request_handle, fulfilled_tokens=0, reason=None)
             slots = self.cache.prefix_device_indices(req)
             here = len(slots) // self.page
             if restored:
@@ -276,7 +312,7 @@ class Engine(UnifiedRadixCacheFixtures):
         finally:
             self.cache.dec_lock_ref(node, lock)
         self._insert_all(req, tokens, slots, match.device_prefix_len)
-        self.end(req)
+        self.finish(req)
         return Served(device, restored, computed)
 
     def _insert_all(self, req: Any, tokens: Sequence[int], slots: torch.Tensor, owned_from: int) -> None:

@@ -12,8 +12,9 @@ wait for a layer, `reset` and `close` wait for copies.
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -34,7 +35,7 @@ from kvarve.connectors import engine_defaults
 from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.levels import VARIABLE, Teller, page_of, port_of
 from kvarve.connectors.sglang.hicache_storage import SameWeights, server_numerics, server_weights
-from kvarve.connectors.sglang.link_plan import NAME_WORDS, Chain, LinkPlanner
+from kvarve.connectors.sglang.link_plan import NAME_WORDS, Before, Chain, LinkPlanner
 from kvarve.errors import Broken, ConfigError
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.pages.blocks import NULL_BLOCK
@@ -213,6 +214,8 @@ class KvarveLinker(UnifiedCacheLinker):
         self._same_weights = SameWeights("the server is started anew")
         self._batches = 0  # started so far
         self._before: Sequence[str] = ()  # names of the pages before those of the call that is being made
+        self._blocks_before: Before = list  # and the blocks of them
+        self._held = set[str]()  # requests that wait for their turn, the same on all ranks
         module = get_device_module()
         self._on, self._stream = module.stream, module.Stream(device)
         self._teller: Teller | None = None
@@ -225,8 +228,10 @@ class KvarveLinker(UnifiedCacheLinker):
         log.info("kvarve keeps %s in %s", identity, self.worker.config)
 
     def meet(self, wrapper: Any) -> None:
-        """SGLang tells a linker the names of a call's pages, and not of those before them: its tree is asked."""
-        cache, match, offload = wrapper.cache, wrapper.match, wrapper._offload_node
+        """SGLang tells a linker the names of a call's pages, and not of those before them: its tree is asked. And a
+        request waits for storage where it would wait for HiCache's."""
+        cache, match, offload, release = wrapper.cache, wrapper.match, wrapper._offload_node, wrapper.release_request
+        admitted = cache.finish_storage_prefetch_admission
 
         def matched(key: Any, req: Any, result: Any) -> Any:
             node = result.last_device_node
@@ -235,10 +240,46 @@ class KvarveLinker(UnifiedCacheLinker):
             return match(key, req, result)
 
         def offloaded(node_id: Any, transfers: Any) -> None:
-            self._before = cache.get_prefix_hash_values(node_id)
+            def blocks() -> list[list[int]]:
+                slots = cache.path_device_indices(node_id)[:: self._page]
+                found = {PoolName.KV: slots}
+                if PoolName.SWA in self.pools:
+                    found[PoolName.SWA] = cache.token_to_kv_pool_allocator.full_to_swa_index_mapping[slots]
+                return [(found[name] // self._page).tolist() if name in found else [] for name in self._names]
+
+            self._before, self._blocks_before = cache.get_prefix_hash_values(node_id), blocks
             offload(node_id, transfers)
 
-        wrapper.match, wrapper._offload_node = matched, offloaded
+        def ready(request: Any) -> bool:
+            if request.rid not in self._held:
+                return True
+            self._turn()
+            waits = torch.tensor([int(self.planner.waits(request.rid, time.monotonic()))])
+            cache._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MAX)
+            if waits.item():
+                return False
+            self._held.discard(request.rid)
+            if came := self.planner.turn(request.rid, time.monotonic()):  # for SGLang's metrics
+                cache.prefetch_loaded_tokens_by_reqid[request] = len(came) * self._page
+                cache.prefetch_loaded_storage_start_by_reqid[request] = came.start * self._page
+            return True
+
+        def began(request: Any, fulfilled_tokens: int, reason: str | None) -> None:
+            admitted(request, fulfilled_tokens, reason)
+            self.planner.began(request.rid)
+
+        def released(rid: str) -> None:
+            release(rid)
+            self._held.discard(rid)
+            self.planner.leave(rid)
+
+        wrapper.match, wrapper._offload_node, wrapper.release_request = matched, offloaded, released
+        cache.check_prefetch_progress, cache.finish_storage_prefetch_admission = ready, began
+
+    def arrived(self, rid: str) -> None:
+        """A request that has been looked up waits for its turn, and then for storage."""
+        self._held.add(rid)
+        self.planner.hold(rid)
 
     # --- loads
 
@@ -290,7 +331,7 @@ class KvarveLinker(UnifiedCacheLinker):
         if not self._same_weights():
             return False
         chain = self._chain(transfers)
-        queued = self.planner.offload(chain, self._pages(transfers, chain))
+        queued = self.planner.offload(chain, self._pages(transfers, chain), self._blocks_before)
         self._turn()
         return queued
 
@@ -312,6 +353,7 @@ class KvarveLinker(UnifiedCacheLinker):
         if self.planner.uses_blocks():
             log.error("copies from and to SGLang's slots take longer than %g s", SETTLE_S)
         self.planner.reset()
+        self._held.clear()
         self.layer_done_counter.set_consumer(-1)
 
     def close(self) -> None:
@@ -422,3 +464,24 @@ def _make(self: Any, cache: Any, cache_linker: Any) -> None:
 
 
 UnifiedCacheLinkerWrapper.__init__ = _make
+
+
+def _arriving(prefetch: Callable[..., Any]) -> Callable[..., Any]:
+    """As a request joins its queue, SGLang's scheduler has HiCache fetch its pages from storage, and later asks whether
+    they have come (`check_prefetch_progress`). With kvarve's linker it does the same, if there is a storage."""
+
+    @wraps(prefetch)
+    def arriving(self: Any, req: Any, storage_hit_end: int | None = None) -> Any:
+        linker = getattr(getattr(self.tree_cache, "linker", None), "cache_linker", None)
+        if not isinstance(linker, KvarveLinker) or linker.worker.attached is None:
+            return prefetch(self, req, storage_hit_end)
+        self.enable_hicache_storage = True
+        req.init_next_round_input(self.tree_cache, cow_mamba=False)
+        linker.arrived(req.rid)
+        return None
+
+    return arriving
+
+
+if (_scheduler := sys.modules.get("sglang.srt.managers.scheduler")) is not None:  # it is in a scheduler's process
+    _scheduler.Scheduler._prefetch_kvcache = _arriving(_scheduler.Scheduler._prefetch_kvcache)
