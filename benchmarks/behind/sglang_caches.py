@@ -191,7 +191,7 @@ def play(side: str, mix: str, trace: str, requests: int, folder: str, host_bytes
     begun = time.perf_counter()
     for tokens in prompts(Path(trace), requests):
         engine.ask(tokens)
-    return engine.hits | {"seconds": time.perf_counter() - begun, "host bytes": host_bytes}
+    return engine.hits | {"s": time.perf_counter() - begun, "host bytes": host_bytes}
 
 
 def times(rounds: int) -> dict[str, Any]:
