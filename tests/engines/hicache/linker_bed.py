@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     EvictParams,
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     InsertParams,
     MatchPrefixParams,
 )
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool, get_compress_state_ring_size
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType as Kind
@@ -41,7 +43,9 @@ KINDS = {
     "FULL+MAMBA": (Kind.FULL, Kind.MAMBA),
     "FULL+SWA+MAMBA": (Kind.FULL, Kind.SWA, Kind.MAMBA),
     "DSA": (Kind.FULL,),
+    "V4": (Kind.FULL, Kind.SWA),
 }
+LATENT = {"DSA", "V4"}
 DEVICE_PAGES = 48
 ALL = EvictParams(num_tokens=1 << 20, swa_num_tokens=1 << 20, mamba_num=1 << 10)
 _rids = count()
@@ -62,6 +66,36 @@ def config(kind: str, page: int, window_pages: int = 2) -> CacheConfig:
         head_num=1,
         head_dim=16,
     )
+
+
+def compressed(cfg: CacheConfig) -> tuple[Any, Any]:
+    """DeepSeek-V4's pools, one layer of windows alone and others with each ratio, and their allocator."""
+    slots, pages = cfg.kv_size, cfg.kv_size // cfg.page_size + 1
+    kv = DeepSeekV4TokenToKVPool(
+        max_num_reqs=cfg.max_num_reqs,
+        swa_size=slots,
+        c4_size=slots // 4,
+        c128_size=slots // 128,
+        c4_state_pool_size=pages * get_compress_state_ring_size(4),
+        c128_state_pool_size=0,
+        page_size=cfg.page_size,
+        swa_page_size=cfg.page_size,
+        dtype=torch.float8_e4m3fn,
+        c4_state_dtype=torch.float32,
+        c128_state_dtype=torch.float32,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=64,
+        indexer_head_dim=128,
+        layer_num=4,
+        start_layer=0,
+        end_layer=4,
+        device="cpu",
+        enable_memory_saver=False,
+        compression_ratios=[0, 4, 128, 4],
+        full_size=slots,
+    )
+    sizes = {"size": slots, "size_swa": slots, "page_size": cfg.page_size, "dtype": cfg.dtype}
+    return SWATokenToKVPoolAllocator(**sizes, device="cpu", kvcache=kv, need_sort=False), kv
 
 
 class Pool(NamedTuple):
@@ -127,6 +161,8 @@ class Engine(UnifiedRadixCacheFixtures):
                 index_head_dim=128,
                 kv_cache_dim=192,
             )
+        if kind == "V4":
+            self.allocator, kv = compressed(self.cfg)
         if kind == "DSA" or (
             page > 1 and paged and not self.cfg.has_swa
         ):  # as a server has it; the fixtures' has no pages
@@ -167,6 +203,18 @@ class Engine(UnifiedRadixCacheFixtures):
         if self.kind == "DSA":
             index = [each.view(torch.uint8).reshape(len(each), -1) for each in full.index_k_with_scale_buffer]
             return {"kv": Pool(_pages(full.kv_buffer, self.page) + index)}
+        if self.kind == "V4":
+            states = [
+                _pages([pool.kv_score_buffer.kv_score], pool.ring_size)[0]
+                for pools in (kv.compress_state_pools, kv.indexer_compress_state_pools)
+                for pool in pools
+                if pool is not None and not pool.request_scoped
+            ]
+            latents = [*kv.c4_kv_pool.kv_buffer, *kv.c128_kv_pool.kv_buffer]
+            return {
+                "kv": Pool([*latents, *kv.c4_indexer_kv_pool.index_k_with_scale_buffer]),
+                "swa": Pool([*kv.swa_kv_pool.kv_buffer, *states]),
+            }
         found = {"kv": Pool(_pages([*full.k_buffer, *full.v_buffer], self.page))}
         if self.cfg.has_swa:
             window = kv.swa_kv_pool
@@ -185,7 +233,7 @@ class Engine(UnifiedRadixCacheFixtures):
         return found
 
     def content(self, pool: str, name: str) -> Callable[[int], bytes]:
-        rank = 0 if self.kind == "DSA" else get_parallel().attn_tp_rank  # latents are the same on all
+        rank = 0 if self.kind in LATENT else get_parallel().attn_tp_rank  # latents are the same on all
         return hashlib.shake_128(f"{pool} {name} {rank}".encode()).digest
 
     def _window(self, slots: torch.Tensor) -> list[int]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     LayerWiseLoadCounter,
@@ -51,7 +52,16 @@ SETTLE_S = 60.0  # for copies that use SGLang's slots, when it forgets what is i
 TURN_S = 0.05  # between two looks at whether a copy has ended, at most
 
 # The pools whose tensors are all that a page has. One with scales beside them, say, would be restored in part.
-_KNOWN = ("MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool", "SWAKVPool", "HybridLinearKVPool", "MambaPool")
+_COMPRESSED = "DeepSeekV4TokenToKVPool"  # its pages of attention are several pools, and those of windows have states
+_KNOWN = (
+    "MHATokenToKVPool",
+    "MLATokenToKVPool",
+    "DSATokenToKVPool",
+    "SWAKVPool",
+    "HybridLinearKVPool",
+    "MambaPool",
+    _COMPRESSED,
+)
 Layers = dict[int, list[torch.Tensor]]  # by layer of the model: tensors whose first axis is a pool's pages
 
 
@@ -82,10 +92,27 @@ def _attention(pool: Any, layers: dict[int, int], page: int) -> Layers:
     }
 
 
+def _compressed(kv: Any, params: Any, components: set[ComponentType]) -> dict[PoolName, Layers]:
+    """DeepSeek-V4's side pools, as SGLang groups them for a linker. A row of each is a page: of attention's slots
+    (compressed KV, index keys), or of the windows' (the states of compressors)."""
+    asked = {"kvcache": kv, "page_size": params.page_size, "params": params, "components": components}
+    found = dict[PoolName, Layers]()
+    try:
+        for pool in resolve_hybrid_device_pool_group(**asked).entries:
+            layers = found.setdefault(pool.indices_from_pool, {})
+            for layer, place in pool.layer_mapping.items():
+                layers.setdefault(layer, []).extend(buffers[place] for buffers in pool.components)
+    except ValueError as e:
+        raise ConfigError(f"kvarve's linker cannot keep these pools of DeepSeek-V4: {e}") from None
+    return found
+
+
 def _layers(params: Any, components: set[ComponentType]) -> dict[PoolName, Layers]:
     """The tensors of each pool."""
     page = params.page_size
     kv, found = _known(params.token_to_kv_pool_allocator.get_kvcache()), dict[PoolName, Layers]()
+    if type(kv).__name__ == _COMPRESSED:
+        return _compressed(kv, params, components)
     full = getattr(kv, "full_kv_pool", kv)
     if (ComponentType.SWA in components) != hasattr(kv, "swa_kv_pool"):
         raise ConfigError("windows must be matched with prompts, or their KV is not restored: use HiCache instead")
@@ -168,10 +195,12 @@ class KvarveLinker(UnifiedCacheLinker):
         ranks = parallel.attn_tp_size
         layers = _layers(params, components)
         kv = params.token_to_kv_pool_allocator.get_kvcache()
-        alike = ranks > 1 and hasattr(getattr(kv, "full_kv_pool", kv), "kv_buffer")  # latents: the same on all ranks
-        self.pools = {
-            name: _arena(name, found, lookbacks[name], alike and name is PoolName.KV) for name, found in layers.items()
-        }
+        alike: set[PoolName] = set()  # latents are the same on all ranks
+        if ranks > 1 and type(kv).__name__ == _COMPRESSED:
+            alike = {*layers}
+        elif ranks > 1 and hasattr(getattr(kv, "full_kv_pool", kv), "kv_buffer"):
+            alike = {PoolName.KV}
+        self.pools = {name: _arena(name, found, lookbacks[name], name in alike) for name, found in layers.items()}
         self._names, arenas = [*self.pools], [*self.pools.values()]
         device = arenas[0].device
         shapes = [
