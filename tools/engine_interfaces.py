@@ -67,9 +67,14 @@ HOOKS: dict[str, dict[str, str]] = {
             UnifiedCacheLinker: record_offload_ready lookup load start_layer_wise_loading finish_layer_wise_loading
               cancel_queued_load offload num_completed_offloads pop_completed_offload reset close
             LayerWiseLoadCounter: __init__ set_consumer wait_until
-            UnifiedCacheLinkerWrapper: __init__ match _offload_node""",
+            UnifiedCacheLinkerWrapper: __init__ match _offload_node release_request""",
         "srt/mem_cache/unified_radix_cache.py": """
-            UnifiedRadixCache: get_prefix_hash_values init_cache_linker finish_external_linker_loads""",
+            UnifiedRadixCache: get_prefix_hash_values init_cache_linker finish_external_linker_loads
+              check_prefetch_progress finish_storage_prefetch_admission path_device_indices _all_reduce_attn_groups""",
+        "srt/managers/scheduler.py": "Scheduler: _prefetch_kvcache",
+        "srt/mem_cache/hybrid_cache/linker_pool_assembler.py": """
+            DevicePoolEntry: __init__
+            : resolve_hybrid_device_pool_group""",
         "srt/mem_cache/cache_init_params.py": """
             CacheInitParams: page_size sliding_window_size token_to_kv_pool_allocator req_to_token_pool
               mtp_draft_device_pools sidecar_draft_device_pools mtp_draft_mamba_pools""",

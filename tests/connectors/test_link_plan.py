@@ -62,7 +62,9 @@ class Linker:
     def offload(self, what: Chain, states: int = 0, seed: int = 0) -> bool:
         """Pages from `what.first` on; of the last pool those of `states` (bits)."""
         mine = needed(what.pages, None) & ~needed(what.first, None)
-        return self.planner.offload(what, [self.blocks(mine, seed), self.blocks(mine, seed), self.blocks(states, seed)])
+        return self.planner.offload(
+            what, [self.blocks(mine, seed), self.blocks(mine, seed), self.blocks(states, seed)], lambda: [[], [], []]
+        )
 
     def saved(self, what: Chain, states: int = 0, seed: int = 0) -> bool:
         assert self.offload(what, states, seed)

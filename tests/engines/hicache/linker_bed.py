@@ -8,11 +8,20 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool, get_compress_state_ring_size
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType as Kind
@@ -25,6 +34,7 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
+from kvarve.connectors.sglang import linker as linker_module
 from kvarve.pages.pools import Tier
 
 KINDS = {
@@ -33,7 +43,9 @@ KINDS = {
     "FULL+MAMBA": (Kind.FULL, Kind.MAMBA),
     "FULL+SWA+MAMBA": (Kind.FULL, Kind.SWA, Kind.MAMBA),
     "DSA": (Kind.FULL,),
+    "V4": (Kind.FULL, Kind.SWA),
 }
+LATENT = {"DSA", "V4"}
 DEVICE_PAGES = 48
 ALL = EvictParams(num_tokens=1 << 20, swa_num_tokens=1 << 20, mamba_num=1 << 10)
 _rids = count()
@@ -54,6 +66,36 @@ def config(kind: str, page: int, window_pages: int = 2) -> CacheConfig:
         head_num=1,
         head_dim=16,
     )
+
+
+def compressed(cfg: CacheConfig) -> tuple[Any, Any]:
+    """DeepSeek-V4's pools, one layer of windows alone and others with each ratio, and their allocator."""
+    slots, pages = cfg.kv_size, cfg.kv_size // cfg.page_size + 1
+    kv = DeepSeekV4TokenToKVPool(
+        max_num_reqs=cfg.max_num_reqs,
+        swa_size=slots,
+        c4_size=slots // 4,
+        c128_size=slots // 128,
+        c4_state_pool_size=pages * get_compress_state_ring_size(4),
+        c128_state_pool_size=0,
+        page_size=cfg.page_size,
+        swa_page_size=cfg.page_size,
+        dtype=torch.float8_e4m3fn,
+        c4_state_dtype=torch.float32,
+        c128_state_dtype=torch.float32,
+        qk_nope_head_dim=448,
+        qk_rope_head_dim=64,
+        indexer_head_dim=128,
+        layer_num=4,
+        start_layer=0,
+        end_layer=4,
+        device="cpu",
+        enable_memory_saver=False,
+        compression_ratios=[0, 4, 128, 4],
+        full_size=slots,
+    )
+    sizes = {"size": slots, "size_swa": slots, "page_size": cfg.page_size, "dtype": cfg.dtype}
+    return SWATokenToKVPoolAllocator(**sizes, device="cpu", kvcache=kv, need_sort=False), kv
 
 
 class Pool(NamedTuple):
@@ -99,10 +141,11 @@ class Engine(UnifiedRadixCacheFixtures):
         core: str = "python",
         group: Any = None,
         paged: bool = True,
-        linker: str = "KvarveLinker",
+        sized: CacheConfig | None = None,
         **extra: Any,
     ) -> None:
-        self.kind, self.cfg, self.page = kind, config(kind, page), page
+        """`sized`: other sizes than the bed's."""
+        self.kind, self.cfg, self.page = kind, sized or config(kind, page), page
         _, self.allocator, self.requests = build_fixture(self.cfg)
         kv: Any = self.allocator.get_kvcache()
         if kind == "DSA":
@@ -118,6 +161,8 @@ class Engine(UnifiedRadixCacheFixtures):
                 index_head_dim=128,
                 kv_cache_dim=192,
             )
+        if kind == "V4":
+            self.allocator, kv = compressed(self.cfg)
         if kind == "DSA" or (
             page > 1 and paged and not self.cfg.has_swa
         ):  # as a server has it; the fixtures' has no pages
@@ -133,8 +178,14 @@ class Engine(UnifiedRadixCacheFixtures):
         )
         self.cache = UnifiedRadixCache(params)
         self.states = getattr(self.requests, "mamba_allocator", None)
+        self.connect(kv, params, **extra)
+        self.pools = self._tensors(kv)
+        self.free = self._free()
+
+    def connect(self, kv: Any, params: Any, linker: str = "KvarveLinker", **extra: Any) -> None:
+        """Put kvarve behind the tree."""
         self.linker = create_unified_cache_linker(
-            ServerArgs(model_path="dummy", page_size=page),
+            ServerArgs(model_path="dummy", page_size=self.page),
             params,
             backend="dynamic",
             config={
@@ -146,14 +197,24 @@ class Engine(UnifiedRadixCacheFixtures):
         )
         self.cache.init_cache_linker(self.linker)
         kv.register_layer_transfer_counter(self.linker.layer_done_counter)
-        self.pools = self._tensors(kv)
-        self.free = self._free()
 
     def _tensors(self, kv: Any) -> dict[str, Pool]:
         full = getattr(kv, "full_kv_pool", kv)
         if self.kind == "DSA":
             index = [each.view(torch.uint8).reshape(len(each), -1) for each in full.index_k_with_scale_buffer]
             return {"kv": Pool(_pages(full.kv_buffer, self.page) + index)}
+        if self.kind == "V4":
+            states = [
+                _pages([pool.kv_score_buffer.kv_score], pool.ring_size)[0]
+                for pools in (kv.compress_state_pools, kv.indexer_compress_state_pools)
+                for pool in pools
+                if pool is not None and not pool.request_scoped
+            ]
+            latents = [*kv.c4_kv_pool.kv_buffer, *kv.c128_kv_pool.kv_buffer]
+            return {
+                "kv": Pool([*latents, *kv.c4_indexer_kv_pool.index_k_with_scale_buffer]),
+                "swa": Pool([*kv.swa_kv_pool.kv_buffer, *states]),
+            }
         found = {"kv": Pool(_pages([*full.k_buffer, *full.v_buffer], self.page))}
         if self.cfg.has_swa:
             window = kv.swa_kv_pool
@@ -172,7 +233,7 @@ class Engine(UnifiedRadixCacheFixtures):
         return found
 
     def content(self, pool: str, name: str) -> Callable[[int], bytes]:
-        rank = 0 if self.kind == "DSA" else get_parallel().attn_tp_rank  # latents are the same on all
+        rank = 0 if self.kind in LATENT else get_parallel().attn_tp_rank  # latents are the same on all
         return hashlib.shake_128(f"{pool} {name} {rank}".encode()).digest
 
     def _window(self, slots: torch.Tensor) -> list[int]:
@@ -213,7 +274,25 @@ class Engine(UnifiedRadixCacheFixtures):
         """A request that waits: it is matched."""
         req = self._make_req(self.requests)
         req.rid, req.origin_input_ids = f"r{next(_rids)}", array("q", tokens)
+        req.cache_request_handle = CacheRequestHandle(req.rid, 0)
         return req, self.match(req, tokens)
+
+    def arrive(self, tokens: Sequence[int]) -> Any:
+        """A request joins the queue of SGLang's scheduler, which asks for it, and then whether it may begin."""
+        req, _ = self.begin(tokens)
+        req.init_next_round_input = lambda cache, cow_mamba: None
+        queue = SimpleNamespace(tree_cache=self.cache, enable_hicache_storage=False)
+        linker_module._arriving(lambda *_: None)(queue, req)
+        assert queue.enable_hicache_storage
+        return req
+
+    def may_begin(self, req: Any) -> bool:
+        """Whether it needs to wait no longer."""
+        return bool(self.cache.check_prefetch_progress(req.cache_request_handle))
+
+    def wait_for_storage(self, req: Any) -> None:
+        while not self.may_begin(req):
+            self.linker.worker.wait(1.0)
 
     def match(self, req: Any, tokens: Sequence[int]) -> Any:
         match = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)), req=req))
@@ -221,8 +300,12 @@ class Engine(UnifiedRadixCacheFixtures):
         return match
 
     def end(self, req: Any) -> None:
+        """A request is aborted before it has begun."""
+        self.cache.release_aborted_request(req.cache_request_handle)
+        self.finish(req)
+
+    def finish(self, req: Any) -> None:
         """A request's own slot and states are free again."""
-        self.cache.linker.release_request(req.rid)
         if self.cfg.has_mamba:
             self.requests.free_mamba_cache(req)
         self.requests.free(req)
@@ -255,6 +338,7 @@ class Engine(UnifiedRadixCacheFixtures):
         lock = self.cache.inc_lock_ref(node).to_dec_params()
         try:
             restored = self.load(req, match)
+            self.cache.finish_storage_prefetch_admission(req.cache_request_handle, fulfilled_tokens=0, reason=None)
             slots = self.cache.prefix_device_indices(req)
             here = len(slots) // self.page
             if restored:
@@ -276,7 +360,7 @@ class Engine(UnifiedRadixCacheFixtures):
         finally:
             self.cache.dec_lock_ref(node, lock)
         self._insert_all(req, tokens, slots, match.device_prefix_len)
-        self.end(req)
+        self.finish(req)
         return Served(device, restored, computed)
 
     def _insert_all(self, req: Any, tokens: Sequence[int], slots: torch.Tensor, owned_from: int) -> None:

@@ -72,14 +72,15 @@ def scenes(rank: int, group: Any, url: str) -> dict[str, Any]:
     engine.audit()
     engine.close()
 
-    engine, asked = made("DSA", 64, storage=url), prompt(3, 64)
-    engine.serve(asked)
-    engine.drain()
-    seen["bytes of latents written"] = engine.linker.worker.flows()["host-to-storage"].bytes.sum
-    engine.close()
-    engine = made("DSA", 64, storage=url)
-    seen["latents"] = engine.run(*engine.wait(asked, 3), asked)
-    engine.close()
+    for kind, page in (("DSA", 64), ("V4", 256)):
+        engine, asked = made(kind, page, storage=url), prompt(3, page)
+        engine.serve(asked)
+        engine.drain()
+        seen[f"bytes of {kind} written"] = engine.linker.worker.flows()["host-to-storage"].bytes.sum
+        engine.close()
+        engine = made(kind, page, storage=url)
+        seen[f"pages of {kind}"] = engine.run(*engine.wait(asked, 3), asked)
+        engine.close()
     return seen
 
 

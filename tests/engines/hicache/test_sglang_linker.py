@@ -6,11 +6,11 @@ from threading import Event
 from typing import Any
 
 import pytest
-from linker_bed import KINDS, Engine, Failed, MakeEngine, prompt
+from linker_bed import KINDS, LATENT, Engine, Failed, MakeEngine, prompt
 from sglang_engines import long
 
-MIXES = [kind for kind in KINDS if kind != "DSA"]
-BEDS = [(kind, page) for kind in MIXES for page in (16, 64)] + [("DSA", 64)]
+MIXES = [kind for kind in KINDS if kind not in LATENT]
+BEDS = [(kind, page) for kind in MIXES for page in (16, 64)] + [("DSA", 64), ("V4", 256)]
 
 
 @pytest.mark.parametrize("core", ["rust", *long("python")])

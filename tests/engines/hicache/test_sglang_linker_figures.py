@@ -3,14 +3,11 @@
 import pytest
 from linker_bed import MakeEngine, prompt
 
-from kvarve.connectors.sglang import link_plan
 from kvarve.core.observe.reasons import Reason
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_prompts_are_counted_by_where_their_tokens_came_from(
-    page: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_counted_by_where_their_tokens_came_from(page: int, make_engine: MakeEngine) -> None:
     engine = make_engine("FULL", page, storage=f"memory://counted-{page}?capacity=8MiB")
     asked = prompt(4, page)
     engine.serve(asked)
@@ -20,9 +17,6 @@ def test_prompts_are_counted_by_where_their_tokens_came_from(
     engine.settle()
     assert engine.linker.planner.reasons[Reason.HIT_HOST] == 4 * page
     engine.serve(asked)
-    with monkeypatch.context() as patch:
-        patch.setattr(link_plan, "FORGET_S", 0.0)
-        engine.settle()
     assert engine.linker.planner.reasons[Reason.HIT_DEVICE] == 4 * page
     assert engine.linker.planner.reasons.total() == 12 * page
     engine.drain()

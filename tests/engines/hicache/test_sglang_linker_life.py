@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from linker_bed import KINDS, Engine, Failed, MakeEngine, prompt
+from linker_bed import KINDS, LATENT, Engine, Failed, MakeEngine, prompt
 from sglang_engines import long
 
 from kvarve.storage import MemoryStorage
@@ -95,7 +95,7 @@ class Life:
         self.engine.audit()
 
 
-MIXES = [kind for kind in KINDS if kind != "DSA"]
+MIXES = [kind for kind in KINDS if kind not in LATENT]
 LIVES = [(MIXES[-1], "rust", 2000)] + long(*[(kind, "python", 2000) for kind in MIXES])
 VERY_LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
 LONG_LIVES = [pytest.param(kind, "rust", 100_000, marks=VERY_LONG) for kind in MIXES]

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 LIMIT_S = 240.0
-PAGE_BYTES = 4 * 64 * (192 * 2 + 132)  # of DSA: four layers of latents and index keys
+PAGE_BYTES = {
+    "DSA": 4 * 64 * (192 * 2 + 132),  # four layers of latents and index keys
+    "V4": 4 * 149_760 + 2 * (37_440 + 8_448 + 65_536 + 16_384) + 1_728,  # windows; C4 with index keys and states; C128
+}
 
 
 @pytest.mark.long
@@ -21,8 +24,9 @@ def test_two_ranks_restore_what_both_have_and_stay_in_step(tmp_path: Path) -> No
         for rank in ranks:
             rank.kill()
     first, second = (json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in (0, 1))
-    written = [seen.pop("bytes of latents written") for seen in (first, second)]
-    assert sum(written) == PAGE_BYTES * 3, "once"
+    for kind, page_bytes in PAGE_BYTES.items():
+        written = [seen.pop(f"bytes of {kind} written") for seen in (first, second)]
+        assert sum(written) == page_bytes * 3, "once"
     assert first == second
     assert first == {
         "restored": [0, 4, 0],
@@ -32,7 +36,8 @@ def test_two_ranks_restore_what_both_have_and_stay_in_step(tmp_path: Path) -> No
         "went on": [0, 4, 0],
         "after a restart": [0, 4, 0],
         "one has less": [0, 2, 2],
-        "latents": [0, 3, 0],
+        "pages of DSA": [0, 3, 0],
+        "pages of V4": [0, 3, 0],
         "HiCache after a restart": 4,
         "HiCache of which one has less": 2,
         "wrong": 0,

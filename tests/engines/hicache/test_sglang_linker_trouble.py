@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from linker_bed import KINDS, Engine, Failed, MakeEngine, prompt
+from linker_bed import KINDS, LATENT, Engine, Failed, MakeEngine, prompt
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from kvarve.connectors.sglang import link_plan
@@ -13,7 +14,7 @@ from kvarve.errors import ConfigError
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage, Rule
 
-MIXES = [kind for kind in KINDS if kind != "DSA"]
+MIXES = [kind for kind in KINDS if kind not in LATENT]
 
 
 @pytest.mark.parametrize("kind", MIXES)
@@ -190,3 +191,12 @@ def test_a_setting_that_cannot_work_is_one_message(make_engine: MakeEngine, extr
 def test_slots_that_are_not_allocated_by_pages_are_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="allocated by pages of 16, got 1"):
         make_engine("FULL", 16, paged=False)
+
+
+def test_pools_of_deepseek_v4_that_sglang_does_not_group_for_a_linker_are_one_message(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = property(lambda _: 64, lambda *_: None)
+    monkeypatch.setattr(DeepSeekV4TokenToKVPool, "swa_page_size", other, raising=False)
+    with pytest.raises(ConfigError, match="cannot keep these pools of DeepSeek-V4"):
+        make_engine("V4", 256)

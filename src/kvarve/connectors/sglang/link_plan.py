@@ -10,7 +10,7 @@ lookup has found is pinned until it is loaded, or `PROMISES` later lookups have 
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ from kvarve.cache.messages import Order, Report
 from kvarve.cache.scheduler import CacheScheduler, Prompt
 from kvarve.core.lease import Lease, Phase
 from kvarve.core.observe.reasons import Reason
-from kvarve.pages.boundaries import members, needed, of
+from kvarve.pages.blocks import NULL_BLOCK
+from kvarve.pages.boundaries import members, needed, of, ones, union
 from kvarve.pages.keys import KEY_BYTES, TOKEN_BYTES
 from kvarve.pages.pools import Tier
 
@@ -30,6 +31,7 @@ FORGET_S = 10.0  # after its last lookup, a request's pages in storage are fetch
 MOST_OFFLOADS = 64  # that have not ended: the pages of each are locked on SGLang's device
 
 Pages = Sequence[Mapping[int, int]]  # by pool: a handle of the engine's blocks for each position
+Before = Callable[[], Sequence[Sequence[int]]]  # by pool: those of a sequence's first pages, or `NULL_BLOCK`
 
 
 class Chain(NamedTuple):
@@ -60,12 +62,15 @@ class _Waiting:
     device: int = 0  # the device has that many of its pages
     pages: int = 0
     asked: bool = False  # a lease of it has read its pages
+    held: bool = False  # its turn has not come: it is not forgotten
+    until_s: float | None = None  # it waits for storage at most until then
 
 
 @dataclass
 class _Offload:
     chain: Chain
-    pages: Pages
+    pages: list[dict[int, int]]
+    before: Before
     lease: Lease | None = None
     stored: bool | None = None  # None: it has not ended
 
@@ -106,6 +111,42 @@ class LinkPlanner:
         """SGLang asks for a waiting request: its prompt has that many pages, the first of which the device holds."""
         waiting = self._waiting.setdefault(rid, _Waiting())
         waiting.seen_s, waiting.device, waiting.pages = now, device, pages
+
+    def hold(self, rid: str) -> None:
+        """A request that has been looked up waits for its turn."""
+        if rid in self._waiting:
+            self._waiting[rid].held = True
+
+    def waits(self, rid: str, now: float) -> bool:
+        """Whether a request whose turn it is waits for storage, within its patience, which runs from the first call."""
+        waiting = self._waiting.get(rid)
+        if waiting is None or waiting.lease is None or waiting.lease.phase not in (Phase.PROBING, Phase.FETCHING):
+            return False
+        if waiting.until_s is None:
+            missing = (waiting.pages - waiting.device) * self._page
+            waiting.until_s = now + waiting.lease.patience.seconds(missing)
+        return now < waiting.until_s
+
+    def turn(self, rid: str, now: float) -> range:
+        """A request waits no longer; returns the pages of attention that came from storage for it, from the first one
+        to the last."""
+        waiting = self._waiting.get(rid)
+        if waiting is None:
+            return range(0)
+        waiting.held, waiting.seen_s = False, now
+        came = 0 if waiting.lease is None else union(waiting.lease.fetched) & ~ones(waiting.device)
+        return range((came & -came).bit_length() - 1 if came else 0, came.bit_length())
+
+    def began(self, rid: str) -> None:
+        """A request begins: it loads what is queued for it, or nothing."""
+        if rid not in self._queued and rid in self._waiting:
+            self._computed(self._waiting[rid])
+            self.leave(rid)
+
+    def leave(self, rid: str) -> None:
+        """A request is aborted, or loads nothing."""
+        self._drop(self._promises.pop(rid, None))
+        self._forget(rid)
 
     def lookup(self, rid: str, chain: Chain, now: float) -> list[int]:
         """The lengths, in pages beyond `chain.first`, at which a prompt can resume from the host now. What storage has
@@ -194,13 +235,16 @@ class LinkPlanner:
 
     # --- offloads
 
-    def offload(self, chain: Chain, pages: Pages) -> bool:
+    def offload(self, chain: Chain, pages: list[dict[int, int]], before: Before) -> bool:
         """Save pages of a sequence from the engine's blocks, which keep them until the offload is `popped`; those that
-        the host has already are not copied. False: too many have not ended, and this one is not queued."""
+        the host has already are not copied. False: too many have not ended, and this one is not queued.
+
+        `before` tells the blocks of the pages before them, which the engine keeps as long: those that have left the
+        host are saved again, as no page is kept without the pages of chains before it, or of use without its window."""
         if len(self._offloads) >= MOST_OFFLOADS:
             self.counts["offloads refused"] += 1
             return False
-        self._offloads.append(_Offload(chain, pages))
+        self._offloads.append(_Offload(chain, pages, before))
         return True
 
     def ended(self) -> int:
@@ -221,11 +265,16 @@ class LinkPlanner:
     def _save(self, offload: _Offload, first: bool) -> bool:
         """Begin an offload; False if it has to wait for those before it, whose pages it rests on. `first`: there are
         none."""
-        prompt = self._prompt(offload.chain.names)
+        prompt, before = self._prompt(offload.chain.names), ones(offload.chain.first)
         if not first and self._scheduler.lookup(prompt).known < offload.chain.first:
             return False
         offload.lease = self._scheduler.open(prompt, read=False)
         self._scheduler.claim(offload.lease)
+        there = zip(self._lookbacks, self._blocks.in_host(offload.lease), strict=True)
+        lacks = [needed(offload.chain.pages, back) & before & ~here for back, here in there]
+        if any(lacks):
+            for pages, lost, blocks in zip(offload.pages, lacks, offload.before(), strict=True):
+                pages.update((at, block) for at, block in enumerate(blocks) if lost >> at & 1 and block != NULL_BLOCK)
         self._blocks.save(offload.lease, offload.pages)
         return True
 
@@ -254,7 +303,7 @@ class LinkPlanner:
                     self._explain(lease)
                     self._scheduler.close(lease)
         self._advance(writing)
-        late = [rid for rid, each in self._waiting.items() if now > each.seen_s + FORGET_S]
+        late = [rid for rid, each in self._waiting.items() if not each.held and now > each.seen_s + FORGET_S]
         for rid in late:
             self._computed(self._waiting[rid])
             self._forget(rid)

@@ -12,13 +12,15 @@ wait for a layer, `reset` and `close` wait for copies.
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     LayerWiseLoadCounter,
@@ -34,7 +36,7 @@ from kvarve.connectors import engine_defaults
 from kvarve.connectors.engine_settings import ConnectorSettings
 from kvarve.connectors.levels import VARIABLE, Teller, page_of, port_of
 from kvarve.connectors.sglang.hicache_storage import SameWeights, server_numerics, server_weights
-from kvarve.connectors.sglang.link_plan import NAME_WORDS, Chain, LinkPlanner
+from kvarve.connectors.sglang.link_plan import NAME_WORDS, Before, Chain, LinkPlanner
 from kvarve.errors import Broken, ConfigError
 from kvarve.memory.engine_arena import EngineArena
 from kvarve.pages.blocks import NULL_BLOCK
@@ -50,7 +52,16 @@ SETTLE_S = 60.0  # for copies that use SGLang's slots, when it forgets what is i
 TURN_S = 0.05  # between two looks at whether a copy has ended, at most
 
 # The pools whose tensors are all that a page has. One with scales beside them, say, would be restored in part.
-_KNOWN = ("MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool", "SWAKVPool", "HybridLinearKVPool", "MambaPool")
+_COMPRESSED = "DeepSeekV4TokenToKVPool"  # its pages of attention are several pools, and those of windows have states
+_KNOWN = (
+    "MHATokenToKVPool",
+    "MLATokenToKVPool",
+    "DSATokenToKVPool",
+    "SWAKVPool",
+    "HybridLinearKVPool",
+    "MambaPool",
+    _COMPRESSED,
+)
 Layers = dict[int, list[torch.Tensor]]  # by layer of the model: tensors whose first axis is a pool's pages
 
 
@@ -81,10 +92,27 @@ def _attention(pool: Any, layers: dict[int, int], page: int) -> Layers:
     }
 
 
+def _compressed(kv: Any, params: Any, components: set[ComponentType]) -> dict[PoolName, Layers]:
+    """DeepSeek-V4's side pools, as SGLang groups them for a linker. A row of each is a page: of attention's slots
+    (compressed KV, index keys), or of the windows' (the states of compressors)."""
+    asked = {"kvcache": kv, "page_size": params.page_size, "params": params, "components": components}
+    found = dict[PoolName, Layers]()
+    try:
+        for pool in resolve_hybrid_device_pool_group(**asked).entries:
+            layers = found.setdefault(pool.indices_from_pool, {})
+            for layer, place in pool.layer_mapping.items():
+                layers.setdefault(layer, []).extend(buffers[place] for buffers in pool.components)
+    except ValueError as e:
+        raise ConfigError(f"kvarve's linker cannot keep these pools of DeepSeek-V4: {e}") from None
+    return found
+
+
 def _layers(params: Any, components: set[ComponentType]) -> dict[PoolName, Layers]:
     """The tensors of each pool."""
     page = params.page_size
     kv, found = _known(params.token_to_kv_pool_allocator.get_kvcache()), dict[PoolName, Layers]()
+    if type(kv).__name__ == _COMPRESSED:
+        return _compressed(kv, params, components)
     full = getattr(kv, "full_kv_pool", kv)
     if (ComponentType.SWA in components) != hasattr(kv, "swa_kv_pool"):
         raise ConfigError("windows must be matched with prompts, or their KV is not restored: use HiCache instead")
@@ -167,10 +195,12 @@ class KvarveLinker(UnifiedCacheLinker):
         ranks = parallel.attn_tp_size
         layers = _layers(params, components)
         kv = params.token_to_kv_pool_allocator.get_kvcache()
-        alike = ranks > 1 and hasattr(getattr(kv, "full_kv_pool", kv), "kv_buffer")  # latents: the same on all ranks
-        self.pools = {
-            name: _arena(name, found, lookbacks[name], alike and name is PoolName.KV) for name, found in layers.items()
-        }
+        alike: set[PoolName] = set()  # latents are the same on all ranks
+        if ranks > 1 and type(kv).__name__ == _COMPRESSED:
+            alike = {*layers}
+        elif ranks > 1 and hasattr(getattr(kv, "full_kv_pool", kv), "kv_buffer"):
+            alike = {PoolName.KV}
+        self.pools = {name: _arena(name, found, lookbacks[name], name in alike) for name, found in layers.items()}
         self._names, arenas = [*self.pools], [*self.pools.values()]
         device = arenas[0].device
         shapes = [
@@ -213,6 +243,8 @@ class KvarveLinker(UnifiedCacheLinker):
         self._same_weights = SameWeights("the server is started anew")
         self._batches = 0  # started so far
         self._before: Sequence[str] = ()  # names of the pages before those of the call that is being made
+        self._blocks_before: Before = list  # and the blocks of them
+        self._held = set[str]()  # requests that wait for their turn, the same on all ranks
         module = get_device_module()
         self._on, self._stream = module.stream, module.Stream(device)
         self._teller: Teller | None = None
@@ -225,8 +257,10 @@ class KvarveLinker(UnifiedCacheLinker):
         log.info("kvarve keeps %s in %s", identity, self.worker.config)
 
     def meet(self, wrapper: Any) -> None:
-        """SGLang tells a linker the names of a call's pages, and not of those before them: its tree is asked."""
-        cache, match, offload = wrapper.cache, wrapper.match, wrapper._offload_node
+        """SGLang tells a linker the names of a call's pages, and not of those before them: its tree is asked. And a
+        request waits for storage where it would wait for HiCache's."""
+        cache, match, offload, release = wrapper.cache, wrapper.match, wrapper._offload_node, wrapper.release_request
+        admitted = cache.finish_storage_prefetch_admission
 
         def matched(key: Any, req: Any, result: Any) -> Any:
             node = result.last_device_node
@@ -235,10 +269,46 @@ class KvarveLinker(UnifiedCacheLinker):
             return match(key, req, result)
 
         def offloaded(node_id: Any, transfers: Any) -> None:
-            self._before = cache.get_prefix_hash_values(node_id)
+            def blocks() -> list[list[int]]:
+                slots = cache.path_device_indices(node_id)[:: self._page]
+                found = {PoolName.KV: slots}
+                if PoolName.SWA in self.pools:
+                    found[PoolName.SWA] = cache.token_to_kv_pool_allocator.full_to_swa_index_mapping[slots]
+                return [(found[name] // self._page).tolist() if name in found else [] for name in self._names]
+
+            self._before, self._blocks_before = cache.get_prefix_hash_values(node_id), blocks
             offload(node_id, transfers)
 
-        wrapper.match, wrapper._offload_node = matched, offloaded
+        def ready(request: Any) -> bool:
+            if request.rid not in self._held:
+                return True
+            self._turn()
+            waits = torch.tensor([int(self.planner.waits(request.rid, time.monotonic()))])
+            cache._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MAX)
+            if waits.item():
+                return False
+            self._held.discard(request.rid)
+            if came := self.planner.turn(request.rid, time.monotonic()):  # for SGLang's metrics
+                cache.prefetch_loaded_tokens_by_reqid[request] = len(came) * self._page
+                cache.prefetch_loaded_storage_start_by_reqid[request] = came.start * self._page
+            return True
+
+        def began(request: Any, fulfilled_tokens: int, reason: str | None) -> None:
+            admitted(request, fulfilled_tokens, reason)
+            self.planner.began(request.rid)
+
+        def released(rid: str) -> None:
+            release(rid)
+            self._held.discard(rid)
+            self.planner.leave(rid)
+
+        wrapper.match, wrapper._offload_node, wrapper.release_request = matched, offloaded, released
+        cache.check_prefetch_progress, cache.finish_storage_prefetch_admission = ready, began
+
+    def arrived(self, rid: str) -> None:
+        """A request that has been looked up waits for its turn, and then for storage."""
+        self._held.add(rid)
+        self.planner.hold(rid)
 
     # --- loads
 
@@ -290,7 +360,7 @@ class KvarveLinker(UnifiedCacheLinker):
         if not self._same_weights():
             return False
         chain = self._chain(transfers)
-        queued = self.planner.offload(chain, self._pages(transfers, chain))
+        queued = self.planner.offload(chain, self._pages(transfers, chain), self._blocks_before)
         self._turn()
         return queued
 
@@ -312,6 +382,7 @@ class KvarveLinker(UnifiedCacheLinker):
         if self.planner.uses_blocks():
             log.error("copies from and to SGLang's slots take longer than %g s", SETTLE_S)
         self.planner.reset()
+        self._held.clear()
         self.layer_done_counter.set_consumer(-1)
 
     def close(self) -> None:
@@ -422,3 +493,24 @@ def _make(self: Any, cache: Any, cache_linker: Any) -> None:
 
 
 UnifiedCacheLinkerWrapper.__init__ = _make
+
+
+def _arriving(prefetch: Callable[..., Any]) -> Callable[..., Any]:
+    """As a request joins its queue, SGLang's scheduler has HiCache fetch its pages from storage, and later asks whether
+    they have come (`check_prefetch_progress`). With kvarve's linker it does the same, if there is a storage."""
+
+    @wraps(prefetch)
+    def arriving(self: Any, req: Any, storage_hit_end: int | None = None) -> Any:
+        linker = getattr(getattr(self.tree_cache, "linker", None), "cache_linker", None)
+        if not isinstance(linker, KvarveLinker) or linker.worker.attached is None:
+            return prefetch(self, req, storage_hit_end)
+        self.enable_hicache_storage = True
+        req.init_next_round_input(self.tree_cache, cow_mamba=False)
+        linker.arrived(req.rid)
+        return None
+
+    return arriving
+
+
+if (_scheduler := sys.modules.get("sglang.srt.managers.scheduler")) is not None:  # it is in a scheduler's process
+    _scheduler.Scheduler._prefetch_kvcache = _arriving(_scheduler.Scheduler._prefetch_kvcache)

@@ -108,6 +108,7 @@ class EngineBlocks(Resumption):
             if begun[pool]:
                 sources = [pages[pool][at] for at in members(begun[pool])]
                 parts.append(Part(pool, begun[pool], sources, [slots[at] for at in members(begun[pool])]))
+        self._paths.name(lease)
         # All pages of a position are in one copy: the tree takes a position only with the pages of all chains.
         for batch in batches(parts, self._batch_pages):
             self._copies.send(Op(BACKUP, batch, lease))

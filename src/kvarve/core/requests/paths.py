@@ -56,6 +56,12 @@ class Paths:
         self._found = tokens, root, self.tree.shape, found
         return found
 
+    def name(self, lease: Lease) -> None:
+        """The keys of the pages that the tree knows need not be computed for a lease."""
+        if not lease.named:
+            _, path, known = self.find(lease.root, lease.tokens)
+            lease.name(b"".join([run.keys for run in path])[: known * KEY_BYTES])
+
     def present(self, path: list[Run], known: int, outside: Sequence[int] = ()) -> tuple[list[int], list[int]]:
         """For each pool the positions of a path that are on the device, and those in any memory tier (not bad).
 

@@ -109,9 +109,7 @@ class Prefetch:
             self._wait(lease)
             lease.probed, lease.awaited, lease.joined = ([0] * len(self._pools) for _ in range(3))
             lease.told, lease.ask_all = 0, self._context.now + ASK_ALL_S
-            _, path, known = self._paths.find(lease.root, lease.tokens)
-            if not lease.named:
-                lease.name(b"".join([run.keys for run in path])[: known * KEY_BYTES])
+            self._paths.name(lease)
             self._copies.send(Op(PROBE, parts, lease, wait_s=lease.latest - self._context.now))
         return bool(parts)
 
