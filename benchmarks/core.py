@@ -1,6 +1,6 @@
 """What does the core cost before every token? Match, open and close, insert, evict and a conversation's turn.
 
-    .venv/bin/python benchmarks/core.py [--quick] [--json FILE] [--pages 64,16]
+    .venv/bin/python benchmarks/core.py [--quick] [--json FILE] [--pages 64,16] [--sglang-python PYTHON]
 
 Times are of the calling thread's CPU as well as of the wall, since the machine may be shared. `match` is `lookup`, with
 the packing of the prompt's tokens left out (an engine packs a prompt once); `insert` takes device slots for the new
@@ -10,7 +10,9 @@ branches off after every 256 tokens, so that each 256 tokens of the path are a r
 
 `restore` is the way of a prompt from storage: `open` names its pages and asks for them; `asked` has the answer and
 sends the fetches; `fetched` has all pages in the host; `claim` sends the load; `loaded` has them on the device.
-`step` is what 256 running requests cost when nothing has happened.
+`step` is what 256 running requests cost when nothing has happened. `restore_page_N_over_sglang` is the sum of a restore
+over SGLang's own match of as many tokens that are on its device, by the faster of its two cores in the same run; left
+out where there is no SGLang (`--sglang-python`, or .venv-sglang, which `make test-engines` sets up).
 """
 
 import gc
@@ -19,6 +21,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from common import arguments, machine, show, watched, write_json
@@ -30,6 +33,7 @@ from kvarve.core.slots.extents import Cut
 from kvarve.pages.boundaries import ones
 from kvarve.pages.keys import pack, root_key
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
+from linker import SGLANG, asked
 
 ROOT = root_key(b"bench")
 LOOKBACKS = (None, 2, 1, 16)  # attention, a window, a state, a long window
@@ -297,6 +301,7 @@ def bytes_per_token(page: int) -> float:
 
 def main() -> None:
     parser = arguments("What the core costs before every token.")
+    parser.add_argument("--sglang-python", type=Path, default=SGLANG, metavar="PYTHON", help="of SGLang's environment")
     parser.add_argument("--pages", default="64,16", help="page sizes (default %(default)s)")
     args = parser.parse_args()
     tree = 100_000 if args.quick else 1_000_000
@@ -323,6 +328,10 @@ def main() -> None:
     longest = {"pools": 4, "prompt_tokens": 10_240 if args.quick else 102_400, "case": "in sum"}
     for size in sorted({page for page, _ in cases}):
         ratios[f"restore_page_{size}_ms"] = cost(rows, bench="restore", page=size, **longest) / 1000
+        if args.sglang_python.exists():
+            match = {"do": "match", "tokens": longest["prompt_tokens"], "page": size, "rounds": 20}
+            peer_ms = min(asked(args.sglang_python, match).values())
+            ratios[f"restore_page_{size}_over_sglang"] = ratios[f"restore_page_{size}_ms"] / peer_ms
         ratios[f"step_page_{size}_ms"] = cost(rows, bench="step", page=size, pools=4) / 1000
     show("The core, microseconds a call", rows)
     for name, value in ratios.items():

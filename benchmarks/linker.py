@@ -27,6 +27,7 @@ from typing import Any
 from common import arguments, machine, show, watched, write_json
 
 ROOT = Path(__file__).parents[1]
+SGLANG = ROOT / ".venv-sglang" / "bin" / "python"
 MIXES = ("FULL", "FULL+MAMBA")
 
 
@@ -66,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=4000, metavar="N", help="the first ones of the trace")
     parser.add_argument("--sglang-python", type=Path, metavar="PYTHON", help="of the environment that has SGLang")
     args = parser.parse_args(words)
-    about, python = machine(), args.sglang_python or ROOT / ".venv-sglang" / "bin" / "python"
+    about, python = machine(), args.sglang_python or SGLANG
     if not python.exists():
         print(f"Left out: there is no {python}; make test-engines sets it up.")
         return 0

@@ -10,6 +10,7 @@ FIGURES: dict[str, dict[str, tuple[str, str]]] = {
     "core": {
         "restore_page_64_ms": ("scheduler's thread: restore of 100,000 tokens, 4 pools, pages of 64, ms", "<= 4"),
         "restore_page_16_ms": ("the same with pages of 16, ms", "<= 14"),
+        "restore_page_64_over_sglang": ("the first, over SGLang's own match of as many tokens on its device", ""),
         "step_page_64_ms": ("a step of 256 running requests and nothing new, ms", "<= 0.3"),
         "bytes_per_token": ("memory of the tree, bytes a token", "<= 10"),
         "match_10x_tree": ("a match in a tree ten times as large", "1"),
@@ -52,7 +53,11 @@ FIGURES: dict[str, dict[str, tuple[str, str]]] = {
         "external_hit_ttft": ("the same with two workers: a hit from the host, over cold", "<= 0.25"),
         "cold_on_over_off": ("a cold answer with kvarve, over without", "<= 1.03"),
     },
-    "linker": {},
+    "linker": {
+        "hit_tokens_over_hicache": ("behind SGLang: hit tokens, over HiCache with its file backend", ">= 1"),
+        "lookup_100k_ms": ("behind SGLang: a lookup of 100,000 tokens, ms of the scheduler's thread", "<= 2"),
+        "hand_over_64_pages_ms": ("behind SGLang: the hand-over of 64 pages, ms of the same", "<= 1"),
+    },
     "prefixes": {},
 }
 

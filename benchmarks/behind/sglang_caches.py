@@ -4,6 +4,7 @@
     python sglang_caches.py '{"do": "play", "side": "HiCache" or "kvarve", "mix": "FULL", "trace": FILE, "requests": N,
         "folder": DIR, "host_bytes": of kvarve}'
     python sglang_caches.py '{"do": "times", "rounds": N}'
+    python sglang_caches.py '{"do": "match", "tokens": N, "page": P, "rounds": N}'
 """
 
 import json
@@ -234,11 +235,44 @@ def times(rounds: int) -> dict[str, Any]:
     return {name: median(each) for name, each in took.items()}
 
 
+class Alone(Engine):
+    """SGLang's tree with nothing behind it."""
+
+    def connect(self, kv: Any, params: Any, **extra: Any) -> None: ...
+
+    def begun(self, tokens: Sequence[int]) -> Any:
+        req = self._make_req(self.requests)
+        req.origin_input_ids, req.rid = array("q", tokens), req.cache_request_handle.rid
+        return req
+
+
+def match(tokens: int, page: int, rounds: int) -> dict[str, float]:
+    """CPU milliseconds of SGLang's own match of a prompt that its tree has in one node, with each of its cores."""
+    found = {}
+    for core in ("python", "rust"):
+        cfg = replace(config("FULL", page), kv_size=2 * tokens, max_context_len=2 * tokens, num_layers=1)
+        engine = Alone("FULL", page, core=core, sized=replace(cfg, full_attention_layer_ids=(0,)))
+        asked, took = prompt(tokens // page, page), list[float]()
+        req = engine.begun(asked)
+        engine.match(req, asked)
+        engine._insert_all(req, asked, engine.alloc(len(asked)), 0)
+        engine.finish(req)
+        for _ in range(rounds):
+            req = engine.begun(asked)
+            begun = time.thread_time()
+            found_there = engine.match(req, asked)
+            took.append(1000 * (time.thread_time() - begun))
+            assert found_there.device_prefix_len == len(asked)
+            engine.finish(req)
+        found[core] = median(took)
+    return found
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
     sizes = {f"{of}_{what}": int(what == "size") for of in ("tp", "attn_tp", "pp") for what in ("rank", "size")}
     with get_parallel().override(**sizes):
-        print(json.dumps({"play": play, "times": times}[asked.pop("do")](**asked)), flush=True)
+        print(json.dumps({"play": play, "times": times, "match": match}[asked.pop("do")](**asked)), flush=True)
 
 
 if __name__ == "__main__":
