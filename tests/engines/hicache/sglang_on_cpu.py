@@ -22,11 +22,20 @@ _NOT_NEEDED = (
     "soundfile",
     "evaluate",
     "pandas",
-    "fastapi",
-    "uvicorn",
-    "uvloop",
     "av",
     "decord",
+)
+# Of a server that computes on a CPU, beside those.
+_NOT_SERVED = (
+    "sgl_kernel",
+    "xgrammar",
+    "jsonschema",
+    "openai_harmony",
+    "torchao",
+    "llguidance",
+    "einops",
+    "timm",
+    "scipy",
 )
 
 
@@ -37,6 +46,9 @@ class _Anything(type):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Anything(name, (), {})
+
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return {"type": "any"}
 
 
 class _EmptyModule(types.ModuleType):
@@ -119,11 +131,39 @@ class _Hashes:
         return found if page_size else found[0]
 
 
+class _HashesFinder(importlib.machinery.PathFinder):
+    """Has a server's processes name pages by `_Hashes`, when they come to import that module."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != "sglang.srt.mem_cache.cpp_utils.native_hash":
+            return None
+        spec: Any = super().find_spec(fullname, path, target)
+        execute = spec.loader.exec_module
+
+        def executed(module: Any) -> None:
+            execute(module)
+            module._load_native_hash_module = _Hashes
+
+        spec.loader.exec_module = executed
+        return spec
+
+
+def _replace(names: tuple[str, ...]) -> None:
+    os.environ.setdefault("SGLANG_RUST_BUILD_MODE", "never")  # use the library of the wheel
+    absent = {name for name in names if importlib.util.find_spec(name) is None}
+    sys.meta_path.insert(0, _Finder(absent))
+
+
+def prepare_server() -> None:
+    """The same for a process of a server with kvarve's linker, which needs none of the copies replaced."""
+    _replace(_NOT_NEEDED + _NOT_SERVED)
+    sys.meta_path.insert(0, _HashesFinder)
+
+
 def prepare() -> None:
     """Call it before anything of SGLang is imported."""
-    os.environ.setdefault("SGLANG_RUST_BUILD_MODE", "never")  # use the library of the wheel
-    absent = {name for name in _NOT_NEEDED if importlib.util.find_spec(name) is None}
-    sys.meta_path.insert(0, _Finder(absent))
+    _replace(_NOT_NEEDED)
     logging.getLogger("sglang").setLevel(logging.ERROR)
 
     import torch
