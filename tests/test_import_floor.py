@@ -199,6 +199,7 @@ OPTIONAL = {
     "opentelemetry",
     "zmq",
     "msgpack",
+    "triton",
 }
 
 

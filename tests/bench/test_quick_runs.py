@@ -35,7 +35,8 @@ RATIOS = {
     "engines": "file_put_over_raw file_get_over_raw store_over_memcpy load_over_memcpy",
     "hand_over": " ".join(f"hand_over_{storage}{when}" for storage in STORAGES for when in ("", "_at_once")),
     "hf3fs": "put_over_raw get_over_raw lookup_128_ms store_1m_over_10k",
-    "lanes": "gather_over_memcpy scattered_over_memcpy checked_over_memcpy",
+    "lanes": "gather_over_memcpy scattered_over_memcpy checked_over_memcpy both_over_memcpy beside_over_alone"
+    " first_layer_over_share layerwise_over_longer",
     "mooncake": "put_over_raw get_over_raw holds_over_raw restore_over_raw",
     "redis": "put_over_raw get_over_raw holds_128_ms",
     "restore": "host_load_over_memcpy backup_over_memcpy store_over_raw_write fetch_over_raw_read",

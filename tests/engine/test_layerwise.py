@@ -36,7 +36,7 @@ class LastMoment:
             self._wanted = -1
             layers, whole = copies._layers, [*copies._layers.items()]
             for _, buffers in whole:
-                for pool, _, near, _ in buffers:
+                for pool, _, (near, _) in copies._buffers[buffers]:
                     for _, slot in pages.get(pool, ()):
                         near[slot] = 0xFF
             for number, buffers in whole:

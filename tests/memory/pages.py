@@ -1,15 +1,23 @@
-"""Pools of odd shapes, and pages of any bits."""
+"""Pools of odd shapes, pages of any bits, and all ways to copy them."""
+
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvarve.memory._kernel_copies import by_kernel, triton
 from kvarve.memory.arenas import DeviceArena, HostArena
+from kvarve.memory.page_copies import ByGather, ByPiece, Way
 from kvarve.pages.pools import BUFFER_ALIGNMENT, BufferSpec, PoolSpec
 from kvarve.records.record import HEADER_BYTES
 
 NAMESPACE = b"m" * 32
+# Of the CPU's memory: where there is a GPU, the kernel is compiled for that (test_kernel_copies.py).
+MOVERS: dict[str, Way] = {"by piece": ByPiece, "by gather": ByGather}
+if triton is not None and not torch.cuda.is_available():
+    MOVERS["by kernel"] = partial(by_kernel, programs=2)
 SHAPES = [(1,), (3, 5), (2, 1, 7), (70,)]
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from pages import NAMESPACE, a_pool, filled, in_record, raw
+from pages import MOVERS, NAMESPACE, a_pool, filled, in_record, raw
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.page_copies import GATHERED_BYTES, DeviceCopies, Move, Slots, by_gather, by_piece
+from kvarve.memory.page_copies import FAR, GATHERED_BYTES, ByGather, DeviceCopies, Slots, Way
 from kvarve.pages.pools import DTYPE_BYTES, BufferSpec, PoolSpec
 
-WAYS = {"by piece": by_piece, "by gather": by_gather, "by gather, two at once": partial(by_gather, most_bytes=280)}
+WAYS = MOVERS | {"by gather, two at once": partial(ByGather, most_bytes=280)}
 
 
 def save(copies: DeviceCopies, slots: Slots, keys: list[bytes]) -> None:
@@ -35,9 +35,9 @@ def partly_adjacent(rng: random.Random, slots: int) -> list[int]:
     return rng.choice([run + others, others + run])
 
 
-@pytest.mark.parametrize("move", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("mover", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_pages_come_back_bit_for_bit_and_their_neighbours_are_not_touched(dtype: str, move: Move) -> None:
+def test_pages_come_back_bit_for_bit_and_their_neighbours_are_not_touched(dtype: str, mover: Way) -> None:
     pool, rng = a_pool(dtype, "uint8"), random.Random(dtype)
     device, host, back = filled(pool, 9), HostArena(pool, 11, NAMESPACE), DeviceArena(pool, 10)
     pieces = host.pieces(torch.device("cpu"))
@@ -49,7 +49,7 @@ def test_pages_come_back_bit_for_bit_and_their_neighbours_are_not_touched(dtype:
 
     there, here, home = partly_adjacent(rng, 9), partly_adjacent(rng, 11), partly_adjacent(rng, 10)
     keys = [bytes([i]) * 32 for i in range(5)]
-    save(DeviceCopies([device], [host], move), list(zip(there, here, strict=True)), keys)
+    save(DeviceCopies([device], [host], mover), list(zip(there, here, strict=True)), keys)
     for slot in range(11):
         if slot in here:
             assert host.intact(slot, keys[here.index(slot)])
@@ -58,7 +58,7 @@ def test_pages_come_back_bit_for_bit_and_their_neighbours_are_not_touched(dtype:
             ]
         else:
             assert all((piece[slot] == 0xAA).all() for piece in pieces)
-    load(DeviceCopies([back], [host], move), list(zip(here, home, strict=True)))
+    load(DeviceCopies([back], [host], mover), list(zip(here, home, strict=True)))
     for name, tensor in back.buffers.items():
         for slot in range(10):
             expected = before[name][there[home.index(slot)]] if slot in home else None
@@ -127,7 +127,7 @@ def test_a_gather_of_many_pages_takes_little_memory_beside_them() -> None:
     pool = PoolSpec("kv", (BufferSpec("layers.0.keys", (1 << 20,), "uint8"),), None)
     device, back, host = DeviceArena(pool, 24), DeviceArena(pool, 24), HostArena(pool, 24, NAMESPACE)
     device.buffers["layers.0.keys"].copy_(torch.arange(24)[:, None])
-    down, up = DeviceCopies([device], [host], by_gather), DeviceCopies([back], [host], by_gather)
+    down, up = DeviceCopies([device], [host], ByGather), DeviceCopies([back], [host], ByGather)
     with Temporaries() as temporaries:
         save(down, [(slot, 23 - slot) for slot in range(24)], [bytes(32)] * 24)
         load(up, [(23 - slot, slot) for slot in range(24)])
@@ -147,7 +147,8 @@ def test_a_gather_takes_as_many_rows_at_once_as_it_may_and_at_least_one(
         return select(self, dim, some)
 
     monkeypatch.setattr(Tensor, "index_select", counted)
-    by_gather(target, source, at, at.flip(0), most_bytes=most_bytes)
+    mover = ByGather([(0, 0, (source.view(torch.uint8), target.view(torch.uint8)))], most_bytes)
+    mover.move(FAR, slice(None), mover.rows({0: [(at.flip(0).tolist(), at.tolist())]}))
     assert taken == rows and torch.equal(target, source.flip(0))
 
 
@@ -162,7 +163,7 @@ def test_a_gather_of_several_pools_is_awaited_once(monkeypatch: pytest.MonkeyPat
     pools = [PoolSpec(name, (BufferSpec("layers.0.keys", (4,), "int32"),), None) for name in ("one", "other")]
     device, host = [filled(pool, 2) for pool in pools], [HostArena(pool, 2, NAMESPACE) for pool in pools]
     monkeypatch.setattr(torch.cpu, "Event", CountedEvent)
-    copies, keys = DeviceCopies(device, host, by_gather), [b"0" * 32, b"1" * 32]
+    copies, keys = DeviceCopies(device, host, ByGather), [b"0" * 32, b"1" * 32]
     copies.save({pool: ([(0, 1), (1, 0)], keys) for pool in (0, 1)}, copies.ready())
     assert CountedEvent.awaited == 1
     assert all(arena.intact(1 - slot, keys[slot]) for arena in host for slot in (0, 1))

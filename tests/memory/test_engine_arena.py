@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from pages import NAMESPACE
+from pages import MOVERS, NAMESPACE
 
 from kvarve.errors import ConfigError
 from kvarve.memory.arenas import HostArena
 from kvarve.memory.engine_arena import EngineArena, block_bytes, pool_of, strips_of
-from kvarve.memory.page_copies import DeviceCopies, Move, by_gather, by_piece
+from kvarve.memory.page_copies import DeviceCopies, Way
 from kvarve.pages.blocks import blocks_of, handle_of
 
 BLOCKS = 12
-MOVES = pytest.mark.parametrize("move", [by_piece, by_gather])
+BY_ANY = pytest.mark.parametrize("mover", MOVERS.values(), ids=MOVERS)
 
 
 def tensors(*shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -19,40 +19,40 @@ def tensors(*shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {f"layer {at}": torch.randn((BLOCKS, *shape), generator=rng) for at, shape in enumerate(shapes)}
 
 
-def carry(layers: dict[str, torch.Tensor], together: int, source: list[int], target: list[int], move: Move) -> None:
+def carry(layers: dict[str, torch.Tensor], together: int, source: list[int], target: list[int], mover: Way) -> None:
     sizes = [tensor[0].numel() * tensor.element_size() for tensor in layers.values()]
     pool = pool_of("any", sizes, None, together)
     arena, host = EngineArena(pool, layers, BLOCKS, together), HostArena(pool, 3, NAMESPACE)
-    copies, key = DeviceCopies([arena], [host], move), bytes(32)
+    copies, key = DeviceCopies([arena], [host], mover), bytes(32)
     copies.save({0: ([(handle_of(source), 1)], [key])}, copies.ready())
     assert host.intact(1, key)
     copies.load({0: [(1, handle_of(target))]}, copies.ready())
 
 
-@MOVES
+@BY_ANY
 @pytest.mark.parametrize("together", [1, 3])
-def test_a_page_is_its_blocks_of_all_layers(together: int, move: Move) -> None:
+def test_a_page_is_its_blocks_of_all_layers(together: int, mover: Way) -> None:
     layers = tensors((4, 5), (7,))
     before = {name: tensor.clone() for name, tensor in layers.items()}
     source, target = [3, 8, 1][:together], [10, 2, 5][:together]
-    carry(layers, together, source, target, move)
+    carry(layers, together, source, target, mover)
     for name, tensor in layers.items():
         for block in range(BLOCKS):
             expected = source[target.index(block)] if block in target else block
             assert torch.equal(tensor[block], before[name][expected])
 
 
-@MOVES
-def test_the_block_that_stands_for_nothing_is_neither_read_nor_written(move: Move) -> None:
+@BY_ANY
+def test_the_block_that_stands_for_nothing_is_neither_read_nor_written(mover: Way) -> None:
     layers = tensors((6,))
     before = layers["layer 0"].clone()
-    carry(layers, 2, [3, 4], [0, 9], move)
+    carry(layers, 2, [3, 4], [0, 9], mover)
     assert torch.equal(layers["layer 0"][0], before[0])
     assert torch.equal(layers["layer 0"][9], before[4])
 
 
-@MOVES
-def test_a_page_that_is_a_part_of_a_block_is_its_strips_of_all_layers(move: Move) -> None:
+@BY_ANY
+def test_a_page_that_is_a_part_of_a_block_is_its_strips_of_all_layers(mover: Way) -> None:
     """As attention on a CPU has it: of a head the keys by dimension, then the values by token; two heads, four pages of
     two tokens, dimensions of three."""
     layers = {f"layer {at}": torch.randn(BLOCKS, 2, 8, 6) for at in range(2)}
@@ -68,7 +68,7 @@ def test_a_page_that_is_a_part_of_a_block_is_its_strips_of_all_layers(move: Move
     assert strips is not None and len(strips.strips) == 8
     pool = pool_of("any", [2 * head] * 2, None, strips=strips)
     arena, host = EngineArena(pool, layers, BLOCKS, strips=strips), HostArena(pool, 3, NAMESPACE)
-    copies = DeviceCopies([arena], [host], move)
+    copies = DeviceCopies([arena], [host], mover)
     copies.save({0: ([(3 * 4 + 1, 1), (0, 2)], [bytes(32)] * 2)}, copies.ready())  # 0: nothing, also not written
     copies.load({0: [(1, 7 * 4 + 1)]}, copies.ready())
     for view, was in zip(views, before, strict=True):

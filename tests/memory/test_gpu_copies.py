@@ -6,17 +6,19 @@ import pytest
 import torch
 from pages import NAMESPACE, a_pool, in_record, noise, raw
 
+from kvarve.memory._kernel_copies import by_kernel
 from kvarve.memory.arenas import DeviceArena, HostArena
-from kvarve.memory.page_copies import DeviceCopies
+from kvarve.memory.page_copies import ByGather, DeviceCopies, Way
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 SLOTS, BUSY = 9, 50_000_000  # cycles of a kernel, so that a copy that does not wait comes first
 
 
-def test_pages_written_on_a_stream_of_their_own_come_back_before_it_reads_them() -> None:
+@pytest.mark.parametrize("mover", [ByGather, by_kernel])
+def test_pages_written_on_a_stream_of_their_own_come_back_before_it_reads_them(mover: Way) -> None:
     pool, rng, cuda = a_pool("bfloat16", "float32", "uint8"), random.Random(3), torch.device("cuda")
     device, host = DeviceArena(pool, SLOTS, cuda), HostArena(pool, SLOTS, NAMESPACE, device=cuda)
-    copies, compute = DeviceCopies([device], [host]), torch.cuda.Stream()
+    copies, compute = DeviceCopies([device], [host], mover), torch.cuda.Stream()
     keys = [bytes([slot]) * 32 for slot in range(SLOTS)]
     there, home = rng.sample(range(SLOTS), SLOTS), rng.sample(range(SLOTS), SLOTS)
     with torch.cuda.stream(compute):

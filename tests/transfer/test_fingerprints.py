@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvarve.core.copies.effects import Copy, Ended, Page, Verified
-from kvarve.memory import page_copies
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.fingerprints import Fingerprints
+from kvarve.memory.page_copies import ByPiece
 from kvarve.pages.keys import object_name
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
 from kvarve.records.record import HEADER_BYTES
@@ -46,14 +46,14 @@ class Cache:
     """Three pages on the device, and copies that alter page 1 once they are `armed`."""
 
     def __init__(self, share: float, monkeypatch: pytest.MonkeyPatch, layerwise: bool = False) -> None:
-        self.armed, honest = False, page_copies.by_piece
+        self.armed, honest = False, ByPiece._copy
 
-        def altering(target: Any, source: Any, to: Sequence[slice], at: Sequence[slice]) -> None:
-            honest(target, source, to, at)
+        def altering(mover: ByPiece, target: Any, source: Any, to: Sequence[slice], at: Sequence[slice]) -> None:
+            honest(mover, target, source, to, at)
             if self.armed:
                 target[np.r_[tuple(to)][1], 0] ^= 1
 
-        monkeypatch.setattr(page_copies, "by_piece", altering)
+        monkeypatch.setattr(ByPiece, "_copy", altering)
         self.device, self.host = DeviceArena(POOL, 6), HostArena(POOL, 6, NAMESPACE)
         for tensor in self.device.buffers.values():
             tensor.copy_(torch.arange(float(tensor.numel())).view(tensor.shape))

@@ -349,8 +349,9 @@ class HeldCopies:
     """Has the copies of an engine between device and host wait, page by page, until it is let on."""
 
     def __init__(self, transfers: TransferEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._move, self.begun, self.on = transfers._copies._move, threading.Semaphore(0), threading.Event()
-        monkeypatch.setattr(transfers._copies, "_move", self._held)
+        mover = transfers._copies._mover
+        self._move, self.begun, self.on = mover.move, threading.Semaphore(0), threading.Event()
+        monkeypatch.setattr(mover, "move", self._held)
 
     def _held(self, *args: Any) -> None:
         self.begun.release()

@@ -10,9 +10,10 @@ sent (`ready`): a page that is saved has been written then, and the old contents
 read. The device as a whole is never synchronized.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from kvarve.memory.fingerprints import fingerprint
 
 NearArena = DeviceArena | EngineArena
 Slots = Sequence[tuple[int, int]]  # of pages: source and target
-Move = Callable[[Any, Any, Any, Any], None]
+Rows = Mapping[int, Sequence[tuple[Sequence[int], Sequence[int]]]]  # by pool, and column of a page: near and far rows
+Buffer = tuple[int, int, tuple[Tensor, Tensor]]  # its pool, the column of its page, its bytes near and far by row
 Sampled = tuple[int, int, int]  # a page whose copy is compared: pool, device slot, host slot
 Compared = list[tuple[int, int]]  # by sampled page: the fingerprints from before and after its copy
 NEAR, FAR = 0, 1  # ends of a copy
@@ -34,40 +36,113 @@ GATHERED_BYTES = 16 << 20
 _OF_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def by_piece(target: Any, source: Any, to: Sequence[slice], at: Sequence[slice]) -> None:
-    """Copy the rows `at` of a numpy array to the rows `to` of another, each slice with one call."""
-    for there, here in zip(to, at, strict=True):
-        target[there] = source[here]
+class Mover(Protocol):
+    """A way to copy rows of the buffers that it was made for."""
+
+    part_bytes: int  # pages of a save that are copied and sealed before the next; 0: all at once
+
+    def rows(self, rows: Rows) -> Any:
+        """The rows of one copy, as `move` takes them."""
+
+    def move(self, to: int, buffers: slice, rows: Any) -> None:
+        """Copy rows of some buffers towards an end, on the current stream."""
 
 
-def by_gather(target: Tensor, source: Tensor, to: Tensor, at: Tensor, most_bytes: int = GATHERED_BYTES) -> None:
-    """Copy the rows `at` of a tensor to the rows `to` of another, which may be on another device: at least one row at
-    once, and of several at most `most_bytes`."""
-    together = max(1, most_bytes // source[0].nbytes)
-    to, at = to.to(target.device), at.to(source.device)
-    for start in range(0, len(to), together):
-        some = slice(start, start + together)
-        target.index_copy_(0, to[some], source.index_select(0, at[some]).to(target.device))
+Way = Callable[[Sequence[Buffer]], Mover]
+
+
+class _EachBuffer:
+    """Buffers one by one."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = [(pool, column, [*self._ends(*ends)]) for pool, column, ends in buffers]
+
+    def rows(self, rows: Rows) -> Any:
+        return {pool: [self._both(*each) for each in columns] for pool, columns in rows.items()}
+
+    def move(self, to: int, buffers: slice, rows: Any) -> None:
+        for pool, column, ends in self._buffers[buffers]:
+            if pool in rows:
+                both = rows[pool][column]
+                self._copy(ends[to], ends[1 - to], both[to], both[1 - to])
+
+    def _ends(self, near: Tensor, far: Tensor) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def _both(self, near: Sequence[int], far: Sequence[int]) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def _copy(self, target: Any, source: Any, to: Any, at: Any) -> None:
+        raise NotImplementedError
+
+
+class ByPiece(_EachBuffer):
+    """Of the CPU: rows that are adjacent at both ends with one call of numpy."""
+
+    part_bytes = SAVED_BYTES
+
+    def _ends(self, near: Tensor, far: Tensor) -> Iterator[Any]:
+        return map(Tensor.numpy, (near, far))
+
+    def _both(self, near: Sequence[int], far: Sequence[int]) -> tuple[list[slice], list[slice]]:
+        """Rows at both ends as slices: each begins where the rows at either end do not follow the last ones."""
+        breaks = [i for i in range(1, len(near)) if near[i] != near[i - 1] + 1 or far[i] != far[i - 1] + 1]
+        cuts = [*pairwise([0, *breaks, len(near)])] if near else []
+        return [slice(near[a], near[b - 1] + 1) for a, b in cuts], [slice(far[a], far[b - 1] + 1) for a, b in cuts]
+
+    def _copy(self, target: Any, source: Any, to: Sequence[slice], at: Sequence[slice]) -> None:
+        for there, here in zip(to, at, strict=True):
+            target[there] = source[here]
+
+
+class ByGather(_EachBuffer):
+    """By torch's kernels, which take all rows of a buffer: at least one at once, of several at most `most_bytes`."""
+
+    part_bytes = 0  # a part would be waited for, and gains nothing from the CPU's cache
+
+    def __init__(self, buffers: Sequence[Buffer], most_bytes: int = GATHERED_BYTES) -> None:
+        super().__init__(buffers)
+        self._device, self._most_bytes = buffers[0][2][NEAR].device, most_bytes
+
+    def _ends(self, near: Tensor, far: Tensor) -> Iterator[Tensor]:
+        """The same bytes in elements as wide as all strides allow: a GPU moves one at a time."""
+        sides = {near.shape[1], *(side for end in (near, far) for side in (end.stride(0), end.storage_offset()))}
+        size = next(size for size in (8, 4, 2, 1) if all(side % size == 0 for side in sides))
+        return (end.view(_OF_SIZE[size]) for end in (near, far))
+
+    def _both(self, near: Sequence[int], far: Sequence[int]) -> tuple[Tensor, Tensor]:
+        one, other = (torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (near, far))
+        return one, other
+
+    def _copy(self, target: Tensor, source: Tensor, to: Tensor, at: Tensor) -> None:
+        together = max(1, self._most_bytes // source[0].nbytes)
+        for start in range(0, len(to), together):
+            some = slice(start, start + together)
+            target.index_copy_(0, to[some], source.index_select(0, at[some]))
 
 
 class DeviceCopies:
     """Copies pages of all pools. `load` and `save` may run at once, each in one thread at a time."""
 
-    def __init__(self, device: Sequence[NearArena], host: Sequence[HostArena], move: Move | None = None) -> None:
-        """`move`: `by_piece` or `by_gather`, by default as the device needs."""
+    def __init__(self, device: Sequence[NearArena], host: Sequence[HostArena], mover: Way | None = None) -> None:
+        """`mover`: `ByPiece`, `ByGather` or `by_kernel`, by default as the device needs."""
         self._where = device[0].device
         self._torch: Any = torch.cuda if self._where.type == "cuda" else torch.cpu  # whose streams do nothing
         self._device, self._host = device, host
-        self._move = move or (by_piece if self._where.type == "cpu" else by_gather)
         self._up, self._down = (self._torch.Stream(self._where) for _ in range(2))
-        # By layer: pool, which of the page's blocks, and the pieces of a buffer on the device and in the host.
-        found: dict[int, list[tuple[int, int, Any, Any]]] = {}
+        found: list[tuple[int, Buffer]] = []
         for pool, (near, far) in enumerate(zip(device, host, strict=False)):
             buffers = zip(near.pool.buffers, near.pieces(), far.pieces(self._where), strict=True)
-            for number, (buffer, *ends) in enumerate(buffers):
-                one, other = map(Tensor.numpy, ends) if self._move is by_piece else _widest(*ends)
-                found.setdefault(buffer.layer, []).append((pool, number % near.columns, one, other))
-        self._layers = dict(sorted(found.items()))
+            found += [
+                (buffer.layer, (pool, number % near.columns, (one, other)))
+                for number, (buffer, one, other) in enumerate(buffers)
+            ]
+        found.sort(key=lambda each: each[0])
+        self._buffers, self._layers, start = [buffer for _, buffer in found], dict[int, slice](), 0
+        for layer, count in Counter(layer for layer, _ in found).items():
+            self._layers[layer] = slice(start, start := start + count)
+        # The kernel that takes all buffers at once (_kernel_copies.py) is not the default until a GPU has timed both.
+        self._mover = (mover or (ByPiece if self._where.type == "cpu" else ByGather))(self._buffers)
 
     @property
     def layers(self) -> list[int]:
@@ -100,11 +175,9 @@ class DeviceCopies:
         with self._torch.stream(self._up):
             self._up.wait_event(ready)
             before = [self._fingerprint(FAR, page) for page in sampled]
-            rows = {pool: self._rows(pool, [(to, at) for at, to in slots]) for pool, slots in pages.items() if slots}
+            rows = self._rows({pool: [(to, at) for at, to in slots] for pool, slots in pages.items()})
             for layer, buffers in self._layers.items():
-                for pool, column, near, far in buffers:
-                    if pool in rows:
-                        self._move(near, far, *rows[pool][column])
+                self._mover.move(NEAR, buffers, rows)
                 if copied is not None:
                     copied(layer, self._mark(self._up))
             self._mark(self._up).synchronize()
@@ -118,11 +191,11 @@ class DeviceCopies:
         with self._torch.stream(self._down):
             self._down.wait_event(ready)
             before = [self._fingerprint(NEAR, page) for page in sampled]
-            if self._move is not by_piece:  # a part would be waited for, and gains nothing from the CPU's cache
+            if not self._mover.part_bytes:
                 self._save(pages)
             else:
                 for pool, (slots, keys) in pages.items():
-                    together = max(1, SAVED_BYTES // self._host[pool].stride)
+                    together = max(1, self._mover.part_bytes // self._host[pool].stride)
                     for start in range(0, len(slots), together):
                         self._save({pool: (slots[start : start + together], keys[start : start + together])})
             return [*zip(before, [self._fingerprint(FAR, page) for page in sampled], strict=True)]
@@ -130,54 +203,33 @@ class DeviceCopies:
     def _fingerprint(self, end: int, page: Sampled) -> int:
         """Of a page as it lies at one end of its copy."""
         pool, *slots = page
-        rows = self._rows(pool, [(slots[NEAR], slots[FAR])])
-        found = []
-        for buffers in self._layers.values():
-            for owner, column, *ends in buffers:
-                if owner == pool:
-                    for row in rows[column][end]:  # one, or none where an engine has no block
-                        piece = ends[end][row]
-                        found.append((piece if self._move is by_piece else piece.cpu().numpy()).tobytes())
-        return fingerprint(*found)
+        rows = self._device[pool].rows([slots[NEAR]], [slots[FAR]])
+        pieces = [
+            ends[end][row].cpu().numpy()
+            for owner, column, ends in self._buffers
+            if owner == pool
+            for row in rows[column][end]  # one, or none where an engine has no block
+        ]
+        return fingerprint(*(piece.data for piece in pieces))
 
     def _save(self, pages: Mapping[int, tuple[Slots, Sequence[bytes]]]) -> None:
-        rows = {pool: self._rows(pool, slots) for pool, (slots, _) in pages.items() if slots}
-        for buffers in self._layers.values():
-            for pool, column, near, far in buffers:
-                if pool in rows:
-                    near_rows, far_rows = rows[pool][column]
-                    self._move(far, near, far_rows, near_rows)
+        self._mover.move(FAR, slice(None), self._rows({pool: slots for pool, (slots, _) in pages.items()}))
         self._mark(self._down).synchronize()
         for pool, (slots, keys) in pages.items():
             for (_, slot), key in zip(slots, keys, strict=True):
                 self._host[pool].seal(slot, key)
 
-    def _rows(self, pool: int, slots: Slots) -> list[tuple[Any, Any]]:
-        """By column, the device rows and the host rows of some pages (device slot, host slot), as `_move` takes
-        them."""
-        rows = self._device[pool].rows(*map(list, zip(*slots, strict=True)))
-        if self._move is by_piece:
-            return [_adjacent(near, far) for near, far in rows]
-        return [(self._indices(near), self._indices(far)) for near, far in rows]
-
-    def _indices(self, rows: Sequence[int]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device=self._where)
+    def _rows(self, pages: Mapping[int, Slots]) -> Any:
+        """Those of some pages (device slot, host slot) by pool, as the mover takes them."""
+        return self._mover.rows(
+            {
+                pool: self._device[pool].rows(*map(list, zip(*slots, strict=True)))
+                for pool, slots in pages.items()
+                if slots
+            }
+        )
 
     def _mark(self, stream: Any) -> Any:
         event = self._torch.Event()
         event.record(stream)
         return event
-
-
-def _adjacent(near: Sequence[int], far: Sequence[int]) -> tuple[list[slice], list[slice]]:
-    """Rows at both ends as slices: each begins where the rows at either end do not follow the last ones."""
-    breaks = [i for i in range(1, len(near)) if near[i] != near[i - 1] + 1 or far[i] != far[i - 1] + 1]
-    cuts = [*pairwise([0, *breaks, len(near)])] if near else []
-    return [slice(near[a], near[b - 1] + 1) for a, b in cuts], [slice(far[a], far[b - 1] + 1) for a, b in cuts]
-
-
-def _widest(*ends: Tensor) -> Iterator[Tensor]:
-    """The same bytes in elements as wide as all strides allow: a GPU moves one at a time."""
-    sides = {ends[0].shape[1], *(side for end in ends for side in (end.stride(0), end.storage_offset()))}
-    size = next(size for size in (8, 4, 2, 1) if all(side % size == 0 for side in sides))
-    return (end.view(_OF_SIZE[size]) for end in ends)

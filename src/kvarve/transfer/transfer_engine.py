@@ -18,7 +18,7 @@ from kvarve.core.core_config import LOAD_DEADLINE_S
 from kvarve.memory.arenas import HostArena
 from kvarve.memory.fingerprints import Fingerprints, fingerprint
 from kvarve.memory.host_memory import zeros
-from kvarve.memory.page_copies import Compared, DeviceCopies, NearArena, Sampled
+from kvarve.memory.page_copies import Compared, DeviceCopies, NearArena, Sampled, Way
 from kvarve.pages.pools import Tier
 from kvarve.records.record import HEADER_BYTES
 from kvarve.storage import Storage
@@ -39,16 +39,17 @@ class TransferEngine:
         hash_sample: float = 0.0,
         deadline_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        mover: Way | None = None,
     ) -> None:
         """`hash_sample`: the share of pages that are compared before and after each copy.
         `layerwise`: say `Verified` of a load before it is copied; its pages are in place as `arrivals` say.
-        `deadline_s` is the storage's; copies between device and host have `LOAD_DEADLINE_S`."""
+        `deadline_s` is the storage's; copies between device and host have `LOAD_DEADLINE_S`, and their `mover`."""
         self.layerwise = layerwise
         self._arrivals: list[Arrival] = []
         self._device, self._host = device, host
         self._verify_host, self._deadline_s = verify_host, deadline_s
         self._clock, self.ends = clock, Ends()
-        self._copies, self.fingerprints = DeviceCopies(device, host), Fingerprints(hash_sample)
+        self._copies, self.fingerprints = DeviceCopies(device, host, mover), Fingerprints(hash_sample)
         self._checking = threading.Lock()
         # One worker each: a chain's page rests on the one before it, so copies must end in the order sent.
         self._lanes = {edge: Lane(LANES[edge], self.ends, clock=clock) for edge in (BACKUP, LOAD)}
