@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvarve.reference.engine.grouped import grouped
+from kvarve.reference.engine import grouped as grouped_module
+from kvarve.reference.engine.grouped import GroupedRows, grouped
 
 LENGTHS = [[3, 5], [40], [41, 41]]
 
@@ -28,6 +29,21 @@ def test_attention_of_groups_is_that_of_padded_rows_and_pads_nothing() -> None:
     assert type(found) is torch.Tensor
     torch.testing.assert_close(found, right)
     assert not padded
+
+
+def test_each_groups_part_of_a_mask_begins_where_a_kernel_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's for CUDA refuse a mask of numbers, as ALiBi's, that does not begin at a multiple of 16 bytes."""
+    masks, keys = list[torch.Tensor](), grouped(parts(1), lambda: None)
+    assert isinstance(keys, GroupedRows)
+
+    def attention(query: torch.Tensor, keys: torch.Tensor, _: object, mask: torch.Tensor) -> torch.Tensor:
+        masks.append(mask)
+        return scaled_dot_product_attention(query, keys, keys, mask)
+
+    monkeypatch.setattr(grouped_module, "scaled_dot_product_attention", attention)
+    grouped_module._attention(torch.zeros(5, 2, 1, 8), keys, keys, torch.zeros(5, 1, 1, 41))
+    assert [part.shape[-1] for part in masks] == [max(group) for group in LENGTHS]
+    assert not any(part.data_ptr() % 16 for part in masks)
 
 
 @pytest.mark.parametrize(

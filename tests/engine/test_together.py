@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines import CHUNK, Make, a_model, a_prompt, a_request, alone, by_hand, every_family, turns
-from kvarve.reference.engine.batch import Batch, Together, by_length, together
+from kvarve.reference.engine.batch import Batch, Together, by_length, spare_tokens, together
 from kvarve.reference.engine.engine import Engine
 from kvarve.reference.engine.paging import PagedTape
 from kvarve.reference.engine.requests import Finish
@@ -38,6 +38,13 @@ def test_no_other_way_to_cut_the_rows_costs_less(lengths: list[int], spare: int)
             if row < len(lengths) - 1 and cuts >> row & 1:
                 other.append([])
         assert cost(groups, lengths, spare) <= cost(other, lengths, spare)
+
+
+def test_rows_are_not_apart_where_no_column_of_padding_is_read() -> None:
+    """Windows and states do not grow with a row, so groups of them save nothing."""
+    model = a_model("mamba2")
+    assert together(model.model, model.layout).apart
+    assert len(by_length([*range(64)], spare_tokens(model.model, model.layout, apart=True))) == 1
 
 
 @pytest.mark.parametrize(

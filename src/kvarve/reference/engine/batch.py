@@ -75,9 +75,9 @@ def spare_tokens(model: Any, layout: StateLayout, apart: bool) -> int:
     """How many columns of padding cost as much as another group in a forward, where rows are `apart`; else as another
     forward, which reads all weights again."""
     another = sum(weight.nbytes for weight in model.parameters()) + FORWARD_BYTES
-    if apart:
+    if apart and layout.bytes_per_token:  # windows and states do not grow, so groups of them gain nothing
         another = GROUP_BYTES * sum(len(pool.buffers) for pool in layout.pools if pool.lookback is None)
-    return int(another / max(1, PADDED * layout.bytes_per_token))  # 0 without a chain
+    return int(another / max(1, PADDED * layout.bytes_per_token))
 
 
 class _Gather:

@@ -59,6 +59,7 @@ def _attention(
         rows, mask = slice(row, row + len(keys)), attn_mask
         if mask is not None:
             mask = mask[rows if mask.dim() > 2 and len(mask) > 1 else slice(None), ..., -keys.shape[-2] :]
+            mask = mask.clone()  # as kernels need its first entry aligned
         found.append(scaled_dot_product_attention(query[rows], keys, values, mask, *args, **kwargs))
         row += len(keys)
     return torch.cat(found)
