@@ -370,7 +370,10 @@ def together(model: Any, layout: StateLayout) -> Together:
     if model not in _tried:
         if layout.scales is not None:  # rounding to FP8 would be taken for a wrong mask
             layout = StateLayout.of(model, layout.page_tokens, layout.chunk_tokens)
-        apart = in_rows(layout) and _agrees(model, layout, ANSWERS, again=True, spare=APART)
+        # On a GPU a group costs launches, which no card has measured beside a forward.
+        apart = (
+            model.device.type == "cpu" and in_rows(layout) and _agrees(model, layout, ANSWERS, again=True, spare=APART)
+        )
         answers = apart or (in_rows(layout) and _agrees(model, layout, ANSWERS, again=True))
         tails = answers and all(plan.rate == 1 for plan in layout.layers)
         tried = (tails and _agrees(model, layout, rows) for rows in (FRESH, EQUAL, ANY))
