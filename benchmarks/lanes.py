@@ -33,7 +33,7 @@ import torch
 
 from common import arguments, machine, show, watched, write_json
 from kvarve.core.copies.effects import Copy, Ended, Page, Verified
-from kvarve.memory._kernel_copies import by_kernel
+from kvarve.memory._kernel_copies import by_kernel, triton
 from kvarve.memory.arenas import DeviceArena, HostArena
 from kvarve.memory.page_copies import ByGather, ByPiece, DeviceCopies, Way
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
@@ -82,7 +82,7 @@ def ways(device: str) -> dict[str, Way]:
     """The ways to copy that are compared, the default first."""
     if torch.device(device).type == "cpu":
         return {"by piece": ByPiece}
-    return {"by gather": ByGather, "by kernel": by_kernel}
+    return {"by gather": ByGather} | ({} if triton is None else {"by kernel": by_kernel})
 
 
 class Bench:

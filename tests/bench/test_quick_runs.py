@@ -1,5 +1,6 @@
 """Each benchmark completes a quick run and reports what it promises; no figure is asserted."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,6 +79,11 @@ def test_a_quick_run_reports_its_rows_and_ratios_and_leaves_nothing_behind(
             assert {row["what"] for row in done.figures["rows"]} == EDGES
             assert {len(rounds) for rounds in done.figures["ms_of_every_round"].values()} == {2}
             assert "round 3/3" in done.stderr, "long work says how far it is"
+
+
+def test_the_script_for_a_gpu_names_files_that_are_there() -> None:
+    named = re.findall(r"\b(?:tests|benchmarks)/[\w/]+[.]py\b", (ROOT / "benchmarks" / "card.sh").read_text())
+    assert len(named) >= 7 and [name for name in named if not (ROOT / name).exists()] == []
 
 
 def needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
