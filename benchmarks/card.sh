@@ -17,9 +17,9 @@ command -v "$python" > /dev/null || python=python3
 export PYTHONPATH=$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 card=$("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")') || exit 64
 if [ -n "$card" ]; then
-  out=${OUT:-benchmarks/results/${card//[ \/]/-}-$(date +%F)} device=cuda:0 quick='' left=270
+  out=${OUT:-benchmarks/results/${card//[ \/]/-}-$(date +%F)} device=cuda:0 quick='' large='--model large' left=270
 else
-  out=${OUT:-out/card} device=cpu quick=--quick left=2700
+  out=${OUT:-out/card} device=cpu quick=--quick large='' left=2700
 fi
 mkdir -p "$out" || exit 64
 # Where kvarve is not installed: its version and its storages are read from what setuptools writes beside the source.
@@ -61,7 +61,7 @@ else
   part engine 70 "${pytest[@]}" tests/engine/test_gpu_ranks.py tests/engine/test_shared_memory.py -k 'gpu or cuda or ranks'
   part ranks 50 "${pytest[@]}" tests/engine/test_ranks.py tests/server/test_several_ranks.py -k gpu
   part verify 70 "$python" -m kvarve verify --device ${device%:0} --json "$out/verify.json" $quick
-  part prefixes 80 "$python" benchmarks/prefixes.py --device $device --json "$out/prefixes.json" $quick
+  part prefixes 80 "$python" benchmarks/prefixes.py --device $device --json "$out/prefixes.json" $quick $large
 fi
 echo "== $out"
 cat "$out/summary"
