@@ -59,15 +59,15 @@ class Linker:
             self.device[self.block], found[page] = f"{page} of {of}", self.block
         return found
 
-    def offload(self, what: Chain, states: int = 0, seed: int = 0) -> bool:
-        """Pages from `what.first` on; of the last pool those of `states` (bits)."""
-        mine = needed(what.pages, None) & ~needed(what.first, None)
-        return self.planner.offload(
-            what, [self.blocks(mine, seed), self.blocks(mine, seed), self.blocks(states, seed)], lambda: [[], [], []]
-        )
+    def offload(self, what: Chain, states: int = 0, seed: int = 0, before: int = 0) -> bool:
+        """Pages from `what.first` on; of the last pool those of `states` (bits). The engine still has the first
+        `before` pages, too."""
+        mine, first = needed(what.pages, None) & ~needed(what.first, None), needed(before, None)
+        pages = [self.blocks(mine, seed), self.blocks(mine, seed), self.blocks(states, seed)]
+        return self.planner.offload(what, pages, lambda: [[*self.blocks(first, seed).values()] for _ in pages])
 
-    def saved(self, what: Chain, states: int = 0, seed: int = 0) -> bool:
-        assert self.offload(what, states, seed)
+    def saved(self, what: Chain, states: int = 0, seed: int = 0, before: int = 0) -> bool:
+        assert self.offload(what, states, seed, before)
         while not self.planner.ended():
             self.turn()
         return self.planner.pop()
@@ -206,6 +206,39 @@ def test_an_offload_without_its_parents_or_without_room_is_not_stored() -> None:
     assert not linker.saved(chain(4), states=0b1000)
     assert linker.planner.counts["offloads not stored"] == 2
     linker.scheduler.audit()
+
+
+def test_pages_before_an_offload_that_the_host_lacks_are_saved_from_the_engine_with_it() -> None:
+    linker = Linker()
+    assert linker.saved(chain(3, first=2), states=0b100, before=2)
+    assert linker.lookup(chain(3)) == [3]
+    targets = linker.load(chain(3), 3)
+    assert targets is not None
+    linker.planner.start(1)
+    assert linker.landed(1) and linker.restored(targets)
+
+
+def test_a_request_waits_for_storage_until_its_pages_have_come_or_its_patience_ends() -> None:
+    storage = dict[Any, Any]()
+    before = Linker(storage=storage)
+    assert before.saved(chain(4), states=0b1000)
+    while before.worker.due():
+        before.turn()
+    for patience, came in (("1s", True), ("1s", False), ("none", False)):
+        linker = Linker(storage=storage, storage_wait=patience)
+        linker.planner.seen("r", 0, 4, linker.now)
+        assert linker.lookup(chain(4)) == []
+        linker.planner.hold("r")
+        assert linker.planner.waits("r", linker.now) is (patience != "none")
+        while came and linker.planner.waits("r", linker.now):
+            linker.turn()
+        linker.now += FORGET_S + 1
+        linker.turn(ended=False)
+        assert not linker.planner.waits("r", linker.now) and linker.leases == 1, "its turn has not come"
+        assert linker.planner.turn("r", linker.now) == (range(4) if came else range(0))
+        assert linker.lookup(chain(4)) == ([4] if came else [])
+        linker.planner.began("r")
+        assert not linker.leases and linker.planner.reasons.total() == 4 * 16
 
 
 def test_offloads_beyond_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,9 @@ def scenes(rank: int, group: Any, url: str) -> dict[str, Any]:
     engine.close()
 
     engine = made("FULL+SWA+MAMBA", storage=url)
-    seen["after a restart"] = engine.run(*engine.wait(asked, 4), asked)
+    req = engine.arrive(asked)
+    engine.wait_for_storage(req)
+    seen["after a restart"] = engine.run(req, engine.match(req, asked), asked)
     engine.audit()
     engine.close()
 

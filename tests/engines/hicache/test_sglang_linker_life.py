@@ -56,9 +56,10 @@ class Life:
 
     def arrive(self) -> tuple[Any, list[int]]:
         tokens = self.tokens()
-        return self.engine.begin(tokens)[0], tokens
+        return self.engine.arrive(tokens), tokens
 
     def serve(self, req: Any, tokens: list[int], between: Any) -> None:
+        self.engine.wait_for_storage(req)
         try:
             self.restored += self.engine.run(req, self.engine.match(req, tokens), tokens, between).restored
             self.served += 1
