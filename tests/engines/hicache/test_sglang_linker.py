@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from linker_bed import KINDS, LATENT, Engine, Failed, MakeEngine, prompt
+from sglang.srt.runtime_context import get_parallel
 from sglang_engines import long
 
 MIXES = [kind for kind in KINDS if kind not in LATENT]
@@ -54,6 +55,24 @@ def test_a_waiting_request_finds_more_as_its_pages_come_from_storage_after_a_res
     engine.end(req)
     assert engine.run(*engine.wait(asked, 5), asked) == (0, 5, 0)
     engine.audit()
+
+
+@pytest.mark.parametrize("kind", ["FULL+MAMBA", "DSA"])
+def test_replicas_of_data_parallel_attention_share_what_they_store(
+    make_engine: MakeEngine, kind: str, tmp_path: Path
+) -> None:
+    url, page = f"file://{tmp_path}/pages?capacity=64MiB", 64 if kind == "DSA" else 16
+    asked = prompt(5, page)
+    for rank in range(2):
+        sizes = {f"{of}_size": 2 for of in ("tp", "moe_tp", "attn_dp")}
+        with get_parallel().override(**sizes, tp_rank=rank, moe_tp_rank=rank, attn_dp_rank=rank):
+            engine = make_engine(kind, page, storage=url)
+            if rank:
+                assert engine.run(*engine.wait(asked, 5), asked) == (0, 5, 0)
+            else:
+                engine.serve(asked)
+            engine.drain()
+            engine.audit()
 
 
 @pytest.mark.parametrize("change", ["weights", "page"])
