@@ -101,6 +101,10 @@ def show(title: str, rows: Sequence[Mapping[str, object]], caption: str = "") ->
 
 
 def write_json(path: Path | None, figures: Mapping[str, object]) -> None:
-    """Write the figures where --json asks for them."""
+    """Write the figures where --json asks for them, a row a line."""
+
+    def lines(value: object) -> str:
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) else json.dumps(value)
+
     if path is not None:
-        path.write_text(json.dumps(figures, indent=1) + "\n")
+        path.write_text("{\n" + ",\n".join(f'"{name}": {lines(value)}' for name, value in figures.items()) + "\n}\n")

@@ -104,5 +104,5 @@ class ByKernel:
 
 
 def by_kernel(buffers: Sequence[Buffer], programs: int = PROGRAMS) -> Mover:
-    """A mover for `DeviceCopies`, each launch of which has so many `programs`; `ByGather` without Triton."""
+    """A mover for `DeviceCopies`: each launch runs `programs` programs. Without Triton it is `ByGather`."""
     return ByGather(buffers) if triton is None else ByKernel(buffers, programs)

@@ -98,7 +98,7 @@ def pool_of(
     heads: int = 1,
 ) -> PoolSpec:
     """The pool of an engine's cache group: `sizes` are the bytes of a block in each of its layers, of which a page has
-    `together`, or these strips. Each has those of so many `heads`, one behind the other."""
+    `together`, or these strips. A block or strip holds `heads` KV heads of equal size, one behind the other."""
     buffers = tuple(
         BufferSpec(f"layers.{layer}.block{part}", (heads, length // heads), "uint8")
         for layer, size in enumerate(sizes)

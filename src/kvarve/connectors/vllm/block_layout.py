@@ -40,7 +40,7 @@ def head_layout(
     layers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], blocks: int, tokens: int
 ) -> tuple[int, str] | None:
     """How many KV heads these layers have, all alike, and a digest of their names and of where a head's numbers are
-    among its bytes. None unless a block of so many tokens has the bytes of one head behind those of the other."""
+    among its bytes. A block has `tokens` tokens. None if a head's bytes are not one piece of it."""
     counts, digest = set[int](), hashlib.sha256()
     for name, tensor in tensors.items():
         layer, mine = layers[name], _block(tensor, blocks)

@@ -273,7 +273,7 @@ class Batch:
         valid = None
         if min(counts) < new:  # a column of padding may be one of the row's past
             valid = columns[:new] >= new - torch.tensor(counts, device=device)[:, None]
-        self._aim(columns, starts, counts, valid)
+        self._aim(columns - starts, ends, counts, valid)
         output = compute(
             model,
             self.cache,
@@ -299,17 +299,17 @@ class Batch:
         self._groups = self._groups or by_length([workspace.tokens for workspace in self.workspaces], self._spare)
         return [slice(group[0], group[-1] + 1) for group in self._groups]
 
-    def _aim(self, columns: Tensor, starts: Tensor, counts: Sequence[int], valid: Tensor | None) -> None:
-        """`starts` [rows, 1]: the column in which each row begins."""
-        size, new, groups = self.layout.page_tokens, max(counts), self._apart(counts)
-        # Which token of its row each column has, below 0 in the padding.
-        at = [columns[int(starts[rows].min()) :] - starts[rows] for rows in groups]
+    def _aim(self, at: Tensor, ends: Sequence[int], counts: Sequence[int], valid: Tensor | None) -> None:
+        """`at` [rows, columns]: which token of its row each column has, below 0 in the padding. `ends`: the tokens of
+        each row."""
+        size, new, groups, longest = self.layout.page_tokens, max(counts), self._apart(counts), max(ends)
+        held = [at[rows, longest - max(ends[rows]) :] for rows in groups]
         for pool in self.layout.pools:
             if pool.name not in self._gathers:
                 continue
             read = []
             if pool.lookback is None:
-                for rows, tokens in zip(groups, at, strict=True):
+                for rows, tokens in zip(groups, held, strict=True):
                     tables = [workspace.tables[pool.name].index for workspace in self.workspaces[rows]]
                     token = tokens.clamp(min=0)  # in the padding: any token of the row, as the mask hides it
                     read.append(pad_sequence(tables, True).gather(1, token // size) * size + token % size)
@@ -322,7 +322,7 @@ class Batch:
                 rooms = torch.arange(len(tapes), device=self.device)[:, None] * len(tapes[0]._data)
                 window = self.layout.layers[first.layer].window
                 assert window is not None
-                for rows, tokens in zip(groups, at, strict=True):
+                for rows, tokens in zip(groups, held, strict=True):
                     width = min(new + window - 1, tokens.shape[1])
                     read.append(tokens[:, -width:].maximum(front[rows]) + (rooms - front)[rows])
             self._gathers[pool.name].aim(read, valid, new)
