@@ -49,10 +49,6 @@ FIGURES: dict[str, dict[str, tuple[str, str]]] = {
         "cold_on_over_off": ("vLLM: a cold answer with kvarve, over without", "<= 1.03"),
         "hit_tokens_over_tiering": ("hit tokens, over vLLM's own tiering", ">= 1"),
     },
-    "engines-tp2": {
-        "external_hit_ttft": ("the same with two workers: a hit from the host, over cold", "<= 0.25"),
-        "cold_on_over_off": ("a cold answer with kvarve, over without", "<= 1.03"),
-    },
     "linker": {
         "hit_tokens_over_hicache": ("behind SGLang: hit tokens, over HiCache with its file backend", ">= 1"),
         "lookup_100k_ms": ("behind SGLang: a lookup of 100,000 tokens, ms of the scheduler's thread", "<= 2"),
@@ -84,10 +80,9 @@ def table() -> str:
         found = json.loads(file.read_text())
         about = found["machine"]
         machines.setdefault(f"{_machine(about)}, {about['day']}", []).append(f"`{name}` at {about['commit']}")
-        command = f"`benchmarks/{name.partition('-')[0]}.py`" + (" with two workers" if "-tp2" in name else "")
         for ratio, (what, bar) in figures.items():
             if ratio in found["ratios"]:
-                rows.append(f"| {what} | {_shown(found['ratios'][ratio])} | {bar} | {command} |")
+                rows.append(f"| {what} | {_shown(found['ratios'][ratio])} | {bar} | `benchmarks/{name}.py` |")
     where = [f"- {machine}: {', '.join(names)}." for machine, names in machines.items()]
     return "\n".join([*rows, "", "Where and when:", "", *where]) + "\n"
 
