@@ -270,3 +270,18 @@ def test_a_command_whose_extra_is_missing_says_which_one() -> None:
         raise ModuleNotFoundError(name="transformers.models")
     with pytest.raises(ModuleNotFoundError), needs("engine", "models"):
         raise ModuleNotFoundError("one of ours", name="kvarve.reference.engine.engines")
+
+
+@pytest.mark.parametrize(
+    "theirs, spins", [({}, main.SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_of_torch_that_wait_sleep_soon_unless_the_operator_says_how_long_they_spin(
+    theirs: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # so that what main sets is undone
+        monkeypatch.delenv(name)
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    main.main(["--version"])
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
