@@ -43,7 +43,7 @@ from kvarve.records.record import BLOCK_BYTES, HEADER_BYTES, Stamp
 from kvarve.records.seals import CHECKSUM, KEY_BYTES, Seal, Tag
 from kvarve.storage import FileStorage
 from kvarve.transfer.lanes import TOGETHER
-from kvarve.transfer.storage_connection import WORKERS
+from kvarve.transfer.storage_connection import FETCHES, STORES
 from pretend import PROMPT_BYTES, PROMPT_TOKENS, Restore
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -259,7 +259,7 @@ class Stored:
                 self.records.check(part)
             assert all(self.store.put(self.names[part], self.records.views[part]))
 
-        return timed(lambda: self._by_workers(work, PUT_PAGES))
+        return timed(lambda: self._by_workers(STORES, work, PUT_PAGES))
 
     def get(self, *, check: bool) -> Taken:
         """All of it from the disk."""
@@ -271,7 +271,7 @@ class Stored:
 
         self.records.blank()
         forget(*self.folder.rglob("slab-??????"))  # not the tables, which opening reads
-        taken = timed(lambda: self._by_workers(work, GET_PAGES))
+        taken = timed(lambda: self._by_workers(FETCHES, work, GET_PAGES))
         self.records.check()
         return taken
 
@@ -279,8 +279,8 @@ class Stored:
         self.store.close()
         shutil.rmtree(self.folder)
 
-    def _by_workers(self, work: Callable[[slice], None], pages: int) -> None:
-        with ThreadPoolExecutor(WORKERS) as workers:
+    def _by_workers(self, most: int, work: Callable[[slice], None], pages: int) -> None:
+        with ThreadPoolExecutor(most) as workers:
             [*workers.map(work, (slice(at, at + pages) for at in range(0, self.records.count, pages)))]
 
 
@@ -413,7 +413,7 @@ def beside_lmdb(folder: Path, size: Size, rounds: int) -> dict[str, list[float]]
                 assert writing.put(name.encode(), view)
 
     def by_workers(put: Callable[[list[str], slice], None], names: list[str]) -> None:
-        with ThreadPoolExecutor(WORKERS) as workers:
+        with ThreadPoolExecutor(STORES) as workers:
             [*workers.map(partial(put, names), parts)]
 
     ways = {"ours": ours, "lmdb": theirs}

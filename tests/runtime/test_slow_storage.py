@@ -13,7 +13,7 @@ from kvarve.core.lease import Phase
 from kvarve.pages.pools import Tier
 from kvarve.storage import MemoryStorage
 from kvarve.testing import FaultyStorage
-from kvarve.transfer.storage_connection import WORKERS
+from kvarve.transfer.storage_connection import FETCHES
 
 LONG_S = 20.0
 
@@ -49,7 +49,7 @@ def test_all_pages_are_waited_for_though_together_they_take_longer_than_one_call
     before = clock.now
     while request.lease.phase is Phase.FETCHING:
         left = len(request.lease.ops)
-        calls = min(WORKERS, left)
+        calls = min(FETCHES, left)
         gates = [gates_of_calls.get(timeout=LONG_S) for _ in range(calls)]
         clock.now += 0.9
         cache.step()

@@ -21,7 +21,7 @@ from gates import lose_patience_with_stalled_calls
 from kvarve.cache.prefix_cache import PrefixCache
 from kvarve.storage import Breaker, Tiers, open_storage
 from kvarve.storage._memory_storage import forget_memory
-from kvarve.transfer.storage_connection import WORKERS
+from kvarve.transfer.storage_connection import FETCHES
 
 
 class Places:
@@ -95,7 +95,7 @@ def test_a_far_storage_that_does_not_answer_costs_nothing_of_what_the_near_one_h
 ) -> None:
     _, far, cache = two
     far.stall()
-    for number in range(WORKERS + 1):
+    for number in range(FETCHES + 1):
         run(cache, prompt(8.5, seed=20 + number))
         cache.flush()
         assert run(cache, LONG) == (0, 0, ALL)
@@ -108,7 +108,7 @@ def test_new_workers_replace_those_that_hang_reading_from_a_far_storage(
     two: tuple[PrefixCache],
 ) -> None:
     near, far, cache = two
-    others = [prompt(8.5, seed=20 + number) for number in range(WORKERS)]
+    others = [prompt(8.5, seed=20 + number) for number in range(FETCHES)]
     known = {*near.inner._region.objects}  # type: ignore[attr-defined]
     for tokens in others:
         run(cache, tokens)

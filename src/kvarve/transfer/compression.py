@@ -25,7 +25,7 @@ from kvarve.transfer._buffers import Buffers
 log = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "no"
-BUFFERS = 4  # of one storage: three workers put at a time, and a replicator
+BUFFERS = 6  # of one storage: five workers put at a time, and a replicator
 BUFFER_BYTES = 2 << 20  # of each; more if a single record is larger. While one piece is put, others are encoded
 _TELLS_BYTES = 1 << 20  # a smaller call says more about a storage's latency than about its rate
 _TRIAL = 256  # of so many records of a pool that are not encoded, one is in vain, to see whether it would pay by now

@@ -25,7 +25,9 @@ from kvarve.transfer.lanes import Ends, Lane
 
 log = logging.getLogger(__name__)
 
-WORKERS = 3  # each way: one checks pages, one moves them, and one waits until they are on the medium
+# Calls at once. While one fetch checks its pages, others move theirs. Stores also wait until theirs are on the medium,
+# and one sync has others wait: three stores left the disk idle in between (decision 11).
+FETCHES, STORES = 3, 5
 ASKED = 8192  # pages, at most, of several requests' probes that become one call
 USAGE_S = 0.5  # how long `usage` waits for the storage's answer
 CLOSE_S = 5.0  # how long closing a storage waits for a call that hangs
@@ -48,8 +50,8 @@ class StorageConnection:
         self._lock = threading.Lock()  # guards these three; never held during a call
         try:
             lane = partial(Lane, ends=ends, patience_s=deadline_s, clock=clock)
-            self.lanes[STORE] = lane(LANES[STORE], workers=WORKERS)
-            self.lanes[FETCH] = lane(LANES[FETCH], workers=WORKERS, tells_begin=True)
+            self.lanes[STORE] = lane(LANES[STORE], workers=STORES)
+            self.lanes[FETCH] = lane(LANES[FETCH], workers=FETCHES, tells_begin=True)
             self.lanes[PROBE] = lane(LANES[PROBE], together=ASKED, tells_begin=True)
         except RuntimeError as e:  # the system starts no more threads
             for started in self.lanes.values():
