@@ -54,6 +54,11 @@ FIGURES: dict[str, dict[str, tuple[str, str]]] = {
         "lookup_100k_ms": ("behind SGLang: a lookup of 100,000 tokens, ms of the scheduler's thread", "<= 2"),
         "hand_over_64_pages_ms": ("behind SGLang: the hand-over of 64 pages, ms of the same", "<= 1"),
     },
+    "start": {
+        "start_s": ("`kvarve serve` on the built-in model until it is ready, s", "<= 3"),
+        "start_over_libraries": ("the same, over importing its libraries and computing once with transformers alone", ""),
+        "busy_start_s": ("the first beside a busy loop on each core, s", ""),
+    },
     "prefixes": {
         "warm_host": ("8,192 tokens from the host: time to first token, over cold", ""),
         "warm_storage": ("the same from files", ""),

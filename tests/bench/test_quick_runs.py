@@ -23,6 +23,7 @@ ROWS: dict[str, tuple[str, list[Any]]] = {
     "mooncake": ("what", ["raw", "kvarve"]),
     "redis": ("what", ["raw", "kvarve", "kvarve, checked", "redis-py"]),
     "server": ("requests", ["engine", "http"]),
+    "start": ("process", ["kvarve serve", "its libraries alone"]),
     "stall": ("storage", ["healthy", "stalled", "stalled, idle"]),
 }
 RATIOS = {
@@ -43,6 +44,7 @@ RATIOS = {
     "restore": "host_load_over_memcpy backup_over_memcpy store_over_raw_write fetch_over_raw_read",
     "server": "overhead_per_token_ms",
     "stall": "decode_stalled_over_healthy late_ms",
+    "start": "start_s start_over_libraries busy_start_s",
     "storage": "durable_put_over_raw cold_get_over_raw durable_put_over_file_per_page put_small_over_lmdb"
     " holds_128_us holds_128_full_p999_us tenants_100k_mb recovery_1m_s restore_over_raw keyed_over_plain",
 }
