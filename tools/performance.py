@@ -56,7 +56,7 @@ FIGURES: dict[str, dict[str, tuple[str, str]]] = {
     },
     "start": {
         "start_s": ("`kvarve serve` on the built-in model until it is ready, s", "<= 3"),
-        "start_over_libraries": ("the same, over importing its libraries and computing once with transformers alone", ""),
+        "start_over_libraries": ("the same, over its libraries and transformers alone", ""),
         "busy_start_s": ("the first beside a busy loop on each core, s", ""),
     },
     "prefixes": {
