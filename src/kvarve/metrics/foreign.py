@@ -9,17 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from kvarve.core.observe.histograms import Histogram
 from kvarve.core.observe.reasons import Reason
 from kvarve.metrics.snapshot import Snapshot
+from kvarve.metrics.told import COUNTER, GAUGE, HISTOGRAM, Found, Kind, told
 
-Kind = type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
-Found = float | Histogram | Mapping[str, float] | Mapping[str, Histogram]
 Read = Callable[[Snapshot], Found | None]
 
-COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 LOAD, BACKUP = "host-to-device", "device-to-host"
 FETCH, STORE, PROBE = "storage-to-host", "host-to-storage", "storage-probe"
 PER_GIGABYTE = 1e-9
@@ -248,22 +246,12 @@ SGLANG = (
 )
 
 
-def _told(prefix: str, rows: Sequence[Row], now: Snapshot, labels: Mapping[str, str]) -> Iterator[Metric]:
-    """Families of these rows, each sample with the `labels` of the server."""
+def _told(prefix: str, rows: Sequence[Row], now: Snapshot, server: Mapping[str, str]) -> Iterator[Metric]:
+    """Families of these rows, each sample with the labels of the `server`."""
     for row in rows:
-        found = row.read(now)
-        if found is None:
-            continue
-        family = row.kind(prefix + row.name, row.help_text, labels=[*labels, *([row.label] if row.label else [])])
-        for value, number in found.items() if isinstance(found, Mapping) else [(None, found)]:
-            values = [*labels.values(), *([] if value is None else [value])]
-            if isinstance(family, HistogramMetricFamily):
-                assert isinstance(number, Histogram)
-                family.add_metric(values, number.buckets(row.scale), number.sum * row.scale)
-            else:
-                assert not isinstance(number, Histogram)
-                family.add_metric(values, number)
-        yield family
+        if (found := row.read(now)) is not None:
+            labels = [row.label] if row.label else []
+            yield told(row.kind, prefix + row.name, row.help_text, found, *labels, server=server, scale=row.scale)
 
 
 def vllm(now: Snapshot) -> Iterator[Metric]:
@@ -276,16 +264,12 @@ def vllm(now: Snapshot) -> Iterator[Metric]:
         "num_gpu_blocks": f"{now.cache.get(f'most.device.{now.chain}', 0):.0f}",
         "num_cpu_blocks": f"{now.cache.get(f'most.host.{now.chain}', 0):.0f}",
     }
-    info = Row("cache_config_info", GAUGE, lambda now: 1, "How the cache is divided.")
-    yield from _told("vllm:", [info], now, labels | facts)
-    # The names of the middleware by which vLLM counts responses; its dashboards divide by them.
-    responses = CounterMetricFamily("http_requests", "Responses.", labels=("handler", "method", "status"))
-    grouped = Counter[tuple[str, str, str]]()
+    yield told(GAUGE, "vllm:cache_config_info", "How the cache is divided.", 1, server=labels | facts)
+    grouped = Counter[tuple[str, ...]]()
     for (method, route, status), count in now.responses.items():
         grouped[route, method, f"{status // 100}xx"] += count
-    for place, count in grouped.items():
-        responses.add_metric(place, count)
-    yield responses
+    # The names of the middleware by which vLLM counts responses; its dashboards divide by them.
+    yield told(COUNTER, "http_requests", "Responses.", grouped, "handler", "method", "status")
 
 
 def sglang(now: Snapshot) -> Iterator[Metric]:

@@ -1,22 +1,18 @@
 """All metrics under kvarve's names."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import InfoMetricFamily, Metric
 
 from kvarve.core.copies.effects import Refusal
-from kvarve.core.observe.histograms import Histogram
 from kvarve.metrics.snapshot import DONE, Snapshot
+from kvarve.metrics.told import COUNTER, GAUGE, HISTOGRAM, told
 from kvarve.pages.pools import Tier
 from kvarve.storage.base import StorageUsage
 
+counter, gauge, histogram = partial(told, COUNTER), partial(told, GAUGE), partial(told, HISTOGRAM)
 # The engine's histogram, the metric, its meaning.
 _HISTOGRAMS = (
     ("queue_s", "kvarve_queue_seconds", "Seconds from a request's arrival until it is computed."),
@@ -77,10 +73,7 @@ def own(now: Snapshot) -> Iterator[Metric]:
     yield from _memory(now)
     yield from _lanes(now)
     yield from _times(now)
-    yield from _breaker(now)
-    yield from _each(now)
-    if now.storage_up is not None:
-        yield gauge("kvarve_storage_up", "1 while storage answers, 0 while it is down.", now.storage_up)
+    yield from _storages(now)
     if now.storage is not None:
         yield from _storage(now.storage)
 
@@ -97,9 +90,9 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
         "failed": now.ends.get("error", 0),
     }
     help_text = "Requests that have ended, by outcome; each answer of several (n, or a list of prompts) is one."
-    yield by("kvarve_requests", help_text, ("outcome",), outcomes)
+    yield counter("kvarve_requests", help_text, outcomes, "outcome")
     help_text = "The same, by why they ended: stop and length are those that were answered in full."
-    yield by("kvarve_finished_requests", help_text, ("reason",), now.ends)
+    yield counter("kvarve_finished_requests", help_text, now.ends, "reason")
     yield gauge("kvarve_requests_running", "Requests being computed.", now.running)
     help_text = "Requests that wait for admission or for pages from storage."
     yield gauge("kvarve_requests_waiting", help_text, sum(now.waiting.values()))
@@ -107,7 +100,7 @@ def _requests(now: Snapshot) -> Iterator[Metric]:
         "Requests that wait, by what for: storage_queue (a worker), storage (its answer), fetched (admission, as their "
         "pages have come from storage), load (copies from the host to the device), admission."
     )
-    yield by("kvarve_requests_waiting_for", help_text, ("what",), now.waiting, level=True)
+    yield gauge("kvarve_requests_waiting_for", help_text, now.waiting, "what")
     help_text = (
         "Requests being tokenized, or waiting for that: not among those waiting, but counted towards --max-waiting."
     )
@@ -119,12 +112,14 @@ def _prompts(now: Snapshot) -> Iterator[Metric]:
     yield counter("kvarve_prompt_tokens", help_text, now.prompt_tokens)
     help_text = "Tokens of prompts of ended requests that did not have to be computed, by the tier they came from."
     cached = {tier.name.lower(): now.cached(tier.name.lower()) for tier in Tier}
-    yield by("kvarve_cached_tokens", help_text, ("tier",), cached)
+    yield counter("kvarve_cached_tokens", help_text, cached, "tier")
     help_text = (
         "Tokens of prompts of ended requests, by the reason why they were cached or not; and beside them those of "
         "further samples of a prompt (another_sample)."
     )
-    yield by("kvarve_explained_tokens", help_text, ("reason",), {why.value: some for why, some in now.reasons.items()})
+    yield counter(
+        "kvarve_explained_tokens", help_text, {why.value: some for why, some in now.reasons.items()}, "reason"
+    )
 
 
 def _answers(now: Snapshot) -> Iterator[Metric]:
@@ -142,22 +137,21 @@ def _answers(now: Snapshot) -> Iterator[Metric]:
         "Connections that were closed: no headers of a request came, an answer was not read, or there were too many "
         "and these had no whole request."
     )
-    yield by("kvarve_closed_connections", help_text, ("reason",), now.closed_connections)
+    yield counter("kvarve_closed_connections", help_text, now.closed_connections, "reason")
     help_text = "Responses, by method, route and status; 499 is a client that left before its answer began."
-    responses = CounterMetricFamily("kvarve_responses", help_text, labels=("method", "route", "status"))
+    responses = {(method, route, str(status)): count for (method, route, status), count in now.responses.items()}
+    yield counter("kvarve_responses", help_text, responses, "method", "route", "status")
     rejected = Counter[str]()
-    for (method, route, status), count in now.responses.items():
-        responses.add_metric([method, route, str(status)], count)
+    for (_, _, status), count in now.responses.items():
         if status >= 400:
             rejected[str(status)] += count
-    yield responses
     help_text = "Requests that got an error, by status; 499 is a client that left before its answer began."
-    yield by("kvarve_rejected_requests", help_text, ("status",), rejected)
+    yield counter("kvarve_rejected_requests", help_text, rejected, "status")
     help_text = "Requests with a field that was ignored, by field."
-    yield by("kvarve_ignored_fields", help_text, ("field",), now.ignored_fields)
+    yield counter("kvarve_ignored_fields", help_text, now.ignored_fields, "field")
     if now.spans is not None:
         help_text = "Spans of requests, by whether the collector of traces took them."
-        yield by("kvarve_spans", help_text, ("outcome",), now.spans)
+        yield counter("kvarve_spans", help_text, now.spans, "outcome")
 
 
 def _memory(now: Snapshot) -> Iterator[Metric]:
@@ -165,30 +159,30 @@ def _memory(now: Snapshot) -> Iterator[Metric]:
     yield gauge("kvarve_leases", "Requests that hold pages.", stats["leases"])
     place = ("tier", "pool")
     yield gauge("kvarve_page_tokens", "Tokens of a page.", stats["page_tokens"])
-    yield by("kvarve_page_bytes", "Bytes of a page.", ("pool",), now.under("page_bytes."), level=True)
+    yield gauge("kvarve_page_bytes", "Bytes of a page.", now.under("page_bytes."), "pool")
     help_text = "Pages before a boundary that a pool's layers still read; 0 stands for all."
-    yield by("kvarve_page_lookback", help_text, ("pool",), now.under("lookback."), level=True)
+    yield gauge("kvarve_page_lookback", help_text, now.under("lookback."), "pool")
     help_text = "Slots for pages that a pool has now; of memory that pools share it gets more as it needs them."
-    yield by("kvarve_slots", help_text, place, now.under("slots."), level=True)
-    yield by("kvarve_slots_used", "Slots that hold a page or are reserved for one.", place, now.under("used."), True)
+    yield gauge("kvarve_slots", help_text, now.under("slots."), *place)
+    yield gauge("kvarve_slots_used", "Slots that hold a page or are reserved for one.", now.under("used."), *place)
     help_text = "Slots whose pages requests or copies need, so that they cannot be evicted; as of half a second ago."
-    yield by("kvarve_slots_pinned", help_text, place, now.under("pinned."), True)
-    yield by("kvarve_memory_bytes", "Bytes of memory for pages.", ("tier",), now.under("memory_bytes."), True)
+    yield gauge("kvarve_slots_pinned", help_text, now.under("pinned."), *place)
+    yield gauge("kvarve_memory_bytes", "Bytes of memory for pages.", now.under("memory_bytes."), "tier")
     used, pinned = ({tier: now.in_bytes(what, tier) for tier in now.tiers} for what in ("used", "pinned"))
     sizes = {f"{tier}.{pool}": size for tier, pools in used.items() for pool, size in pools.items()}
-    yield by("kvarve_used_bytes", "Bytes of the slots used.", place, sizes, True)
+    yield gauge("kvarve_used_bytes", "Bytes of the slots used.", sizes, *place)
     free = {f"{tier}.{pool}": max(0.0, size - pinned[tier][pool]) for tier in used for pool, size in used[tier].items()}
-    yield by("kvarve_evictable_bytes", "Bytes of the slots used that are not pinned.", place, free, True)
-    yield by("kvarve_evicted_pages", "Pages evicted to free slots, or flushed.", place, now.under("evicted."))
+    yield gauge("kvarve_evictable_bytes", "Bytes of the slots used that are not pinned.", free, *place)
+    yield counter("kvarve_evicted_pages", "Pages evicted to free slots, or flushed.", now.under("evicted."), *place)
     tokens = {tier: now.tokens(now.under(f"evicted.{tier}.")) for tier in now.tiers}
-    yield by("kvarve_evicted_tokens", "Tokens whose pages of attention were evicted.", ("tier",), tokens)
+    yield counter("kvarve_evicted_tokens", "Tokens whose pages of attention were evicted.", tokens, "tier")
     reasons = ("failed", "evicted", "down", "full", "read_only")
     dropped = {reason: stats[f"dropped_{reason}"] for reason in reasons}
     help_text = (
         "Pages that left memory without having been stored: their stores failed too often, or were still pending, or "
         "the storage was down, had no room, or could only be read."
     )
-    yield by("kvarve_dropped_backup_pages", help_text, ("reason",), dropped)
+    yield counter("kvarve_dropped_backup_pages", help_text, dropped, "reason")
     help_text = "1 while only a sample and pages used twice are stored, since storing does not pay."
     yield gauge("kvarve_offload_paused", help_text, stats["offload_paused"])
     help_text = "Of the bytes stored lately (in a pause: of the sample), the share that was used."
@@ -197,67 +191,60 @@ def _memory(now: Snapshot) -> Iterator[Metric]:
     yield gauge("kvarve_stores_backing_off", help_text, stats["stores_backing_off"])
     refused = {why.name.lower(): float(stats["stores_refused"] == why) for why in Refusal if why}
     help_text = "1 while storage took no pages of the last store, though it answers, by why: it is full, or only read."
-    yield by("kvarve_stores_refused", help_text, ("reason",), refused, level=True)
+    yield gauge("kvarve_stores_refused", help_text, refused, "reason")
     bad = {tier: stats[f"bad_{tier}"] for tier in ("host", "storage")}
-    yield by("kvarve_bad_pages", "Pages that failed their check when read, by their tier.", ("tier",), bad)
+    yield counter("kvarve_bad_pages", "Pages that failed their check when read, by their tier.", bad, "tier")
     edge = ("source", "target")
     help_text = "Pages whose bytes were compared before and after their copy (--hash-sample)."
-    yield by("kvarve_compared_pages", help_text, edge, now.under("compared."))
+    yield counter("kvarve_compared_pages", help_text, now.under("compared."), *edge)
     help_text = "Pages of those that a copy had altered; they were dropped."
-    yield by("kvarve_altered_pages", help_text, edge, now.under("altered."))
+    yield counter("kvarve_altered_pages", help_text, now.under("altered."), *edge)
     for name, (metric, help_text) in _PAGE_COUNTERS.items():
         yield counter(metric, help_text, stats[name])
     plain, smaller, on = (now.under(f"compress_{name}.") for name in ("plain_bytes", "stored_bytes", "on"))
-    yield by("kvarve_compress_plain_bytes", "Bytes of records stored, before compression.", ("pool",), plain)
-    yield by("kvarve_compress_stored_bytes", "Bytes of the same records as they were stored.", ("pool",), smaller)
+    yield counter("kvarve_compress_plain_bytes", "Bytes of records stored, before compression.", plain, "pool")
+    yield counter("kvarve_compress_stored_bytes", "Bytes of the same records as they were stored.", smaller, "pool")
     help_text = "1 while records are compressed for storage, 0 while that does not pay."
-    yield by("kvarve_compress_on", help_text, ("pool",), on, level=True)
+    yield gauge("kvarve_compress_on", help_text, on, "pool")
 
 
 def _lanes(now: Snapshot) -> Iterator[Metric]:
     stats = now.cache
-    copies = CounterMetricFamily("kvarve_copied_pages", "Pages copied between tiers.", labels=("source", "target"))
-    for name, edge in _COPIES.items():
-        copies.add_metric(edge, stats[name])
-    yield copies
-    tokens = CounterMetricFamily(
-        "kvarve_copied_tokens", "Tokens whose pages of attention were copied.", labels=("source", "target")
-    )
-    for edge in _COPIES.values():
-        tokens.add_metric(edge, now.tokens(now.flows["-to-".join(edge)].pages))
-    yield tokens
+    copies = {edge: stats[name] for name, edge in _COPIES.items()}
+    yield counter("kvarve_copied_pages", "Pages copied between tiers.", copies, "source", "target")
+    tokens = {edge: now.tokens(now.flows["-to-".join(edge)].pages) for edge in copies}
+    yield counter("kvarve_copied_tokens", "Tokens whose pages of attention were copied.", tokens, "source", "target")
     waiting, running = now.under("lane_waiting."), now.under("lane_running.")
-    yield by("kvarve_lane_waiting", "Copies that wait in a lane.", ("lane",), waiting, level=True)
-    yield by("kvarve_lane_running", "Calls of a lane that are under way.", ("lane",), running, level=True)
+    yield gauge("kvarve_lane_waiting", "Copies that wait in a lane.", waiting, "lane")
+    yield gauge("kvarve_lane_running", "Calls of a lane that are under way.", running, "lane")
     stuck, failed = now.under("lane_stuck_s."), now.under("lane_failed.")
     help_text = "Seconds for which the oldest call of a lane has been running."
-    yield by("kvarve_lane_stuck_seconds", help_text, ("lane",), stuck, level=True)
+    yield gauge("kvarve_lane_stuck_seconds", help_text, stuck, "lane")
     help_text = "Copies that a lane refused, started too late or failed to do."
-    yield by("kvarve_lane_failures", help_text, ("lane",), failed)
+    yield counter("kvarve_lane_failures", help_text, failed, "lane")
     flows = now.flows
     help_text = "Seconds of a lane's calls that succeeded: checks, bytes and all."
-    yield histograms("kvarve_lane_call_seconds", help_text, "lane", {lane: flows[lane].seconds for lane in flows})
+    yield histogram("kvarve_lane_call_seconds", help_text, {lane: flows[lane].seconds for lane in flows}, "lane")
     help_text = "Bytes of pages that a call moved, on this rank."
     moving = [lane for lane in flows if "-to-" in lane]
-    yield histograms("kvarve_lane_call_bytes", help_text, "lane", {lane: flows[lane].bytes for lane in moving})
+    yield histogram("kvarve_lane_call_bytes", help_text, {lane: flows[lane].bytes for lane in moving}, "lane")
     help_text = "Bytes a second of a call."
     rates = {lane: flows[lane].bytes_per_s for lane in moving}
-    yield histograms("kvarve_lane_bytes_per_second", help_text, "lane", rates)
+    yield histogram("kvarve_lane_bytes_per_second", help_text, rates, "lane")
     pages = {f"{lane}.{pool}": count for lane in moving for pool, count in flows[lane].pages.items()}
-    yield by("kvarve_lane_pages", "Pages that a lane has moved.", ("lane", "pool"), pages)
+    yield counter("kvarve_lane_pages", "Pages that a lane has moved.", pages, "lane", "pool")
     probes = flows["storage-probe"]
-    yield by("kvarve_probed_pages", "Pages that storage was asked for.", ("pool",), probes.asked)
-    yield by("kvarve_probed_pages_found", "Those of them that it had.", ("pool",), probes.pages)
+    yield counter("kvarve_probed_pages", "Pages that storage was asked for.", probes.asked, "pool")
+    yield counter("kvarve_probed_pages_found", "Those of them that it had.", probes.pages, "pool")
 
 
 def _times(now: Snapshot) -> Iterator[Metric]:
     ages = now.ages
     help_text = "Seconds from a page's arrival in a tier, or that of the first page of its run, until it left."
-    yield histograms(
-        "kvarve_page_lifetime_seconds", help_text, "tier", dict(zip(now.tiers, ages.lifetime_s, strict=True))
-    )
+    lifetimes = dict(zip(now.tiers, ages.lifetime_s, strict=True))
+    yield histogram("kvarve_page_lifetime_seconds", help_text, lifetimes, "tier")
     help_text = "Seconds from the last use of a page until it left a tier."
-    yield histograms("kvarve_page_idle_seconds", help_text, "tier", dict(zip(now.tiers, ages.idle_s, strict=True)))
+    yield histogram("kvarve_page_idle_seconds", help_text, dict(zip(now.tiers, ages.idle_s, strict=True)), "tier")
     help_text = "Seconds from the last use of a prefix to the next request for it."
     yield histogram("kvarve_prefix_reuse_seconds", help_text, ages.reuse_s)
     if now.storage_up is not None:
@@ -265,75 +252,34 @@ def _times(now: Snapshot) -> Iterator[Metric]:
         yield histogram("kvarve_storage_wait_seconds", help_text, ages.storage_wait_s)
 
 
-def _breaker(now: Snapshot) -> Iterator[Metric]:
-    """One series for each storage, nearest first; none without a storage."""
-    told = (
-        ("open", "kvarve_breaker_open", "1 while calls to a storage are answered by misses, as it is down.", True),
-        ("opened", "kvarve_breaker_opened", "How often a storage was found to be down.", False),
-        ("hung", "kvarve_breaker_hung_calls", "Calls to a storage that took longer than its deadline.", False),
+def _storages(now: Snapshot) -> Iterator[Metric]:
+    """One series for each storage, nearest first, as of its last answer; none without a storage."""
+    down = "1 while calls to a storage are answered by misses, as it is down."
+    yield gauge("kvarve_breaker_open", down, now.under("breaker_open."), "storage")
+    opened = "How often a storage was found to be down."
+    yield counter("kvarve_breaker_opened", opened, now.under("breaker_opened."), "storage")
+    hung = "Calls to a storage that took longer than its deadline."
+    yield counter("kvarve_breaker_hung_calls", hung, now.under("breaker_hung."), "storage")
+    rows = (
+        (counter, "lost", "_objects", "Objects that a storage has lost: what says where they are is damaged or gone."),
+        (counter, "damaged", "_objects", "Objects of a storage whose bytes could not be read."),
+        (gauge, "room", "_bytes", "Bytes that the medium of a storage has left for it."),
+        (gauge, "only_read", "", "1 while a storage can only be read, or is only to be read."),
     )
-    for name, metric, help_text, level in told:
-        yield by(metric, help_text, ("storage",), now.under(f"breaker_{name}."), level)
-
-
-def _each(now: Snapshot) -> Iterator[Metric]:
-    """One series for each storage that tells, nearest first, as of its last answer."""
-    told = (
-        (
-            "lost",
-            "lost_objects",
-            "Objects that a storage has lost: what says where they are is damaged or gone.",
-            False,
-        ),
-        ("damaged", "damaged_objects", "Objects of a storage whose bytes could not be read.", False),
-        ("room", "room_bytes", "Bytes that the medium of a storage has left for it.", True),
-        ("only_read", "read_only", "1 while a storage can only be read, or is only to be read.", True),
-    )
-    for name, metric, help_text, level in told:
+    for kind, name, unit, help_text in rows:
         if values := now.under(f"storage_{name}."):
-            yield by(f"kvarve_storage_{metric}", help_text, ("storage",), values, level)
+            yield kind(f"kvarve_storage_{name}{unit}", help_text, values, "storage")
+    if now.storage_up is not None:
+        yield gauge("kvarve_storage_up", "1 while storage answers, 0 while it is down.", now.storage_up)
 
 
 def _storage(usage: StorageUsage) -> Iterator[Metric]:
-    told: tuple[tuple[Callable[[str, str, float], Metric], str, str, float | None], ...] = (
+    rows = (
         (gauge, "bytes", "Bytes of objects in storage.", usage.bytes),
         (gauge, "objects", "Objects in storage, one per page and pool.", usage.objects),
         (gauge, "capacity_bytes", "Bytes that storage may hold.", usage.capacity_bytes),
         (counter, "evicted_objects", "Objects that storage evicted to free space.", usage.evicted),
     )
-    for kind, name, help_text, value in told:
+    for kind, name, help_text, value in rows:
         if value is not None:
             yield kind(f"kvarve_storage_{name}", help_text, value)
-
-
-# --- how numbers become families of samples
-
-
-def gauge(name: str, help_text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, help_text, value=value)
-
-
-def counter(name: str, help_text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, help_text, value=value)
-
-
-def by(name: str, help_text: str, labels: tuple[str, ...], values: Mapping[str, float], level: bool = False) -> Metric:
-    """A metric with labels; a key of `values` holds their values, with dots between them. `level`: it is a gauge."""
-    family = (GaugeMetricFamily if level else CounterMetricFamily)(name, help_text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key.split(".", len(labels) - 1), value)
-    return family
-
-
-def histogram(name: str, help_text: str, found: Histogram) -> Metric:
-    family = HistogramMetricFamily(name, help_text)
-    family.add_metric([], found.buckets(), found.sum)
-    return family
-
-
-def histograms(name: str, help_text: str, label: str, found: Mapping[str, Histogram]) -> Metric:
-    """One for each value of a label."""
-    family = HistogramMetricFamily(name, help_text, labels=(label,))
-    for value, each in found.items():
-        family.add_metric([value], each.buckets(), each.sum)
-    return family
