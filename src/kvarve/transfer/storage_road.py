@@ -12,7 +12,7 @@ number of buffers. The price of a read is one copy. Knows no engine.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -100,16 +100,10 @@ class Move(Flight[None]):
 
     objects: Sequence[tuple[Kind, bytes]]  # and the key of each
     became: list[Became]
-    buffer: memoryview | None = None
-    give_back: Callable[[memoryview], None]
-    holders: int  # of the buffer: the call, and the caller that gave it
+    buffer: memoryview | None = None  # the call's, if the engine's memory is copied from or to one
 
     def names(self) -> list[str]:
         return [kind.name(key) for kind, key in self.objects]
-
-    def records(self, buffer: memoryview) -> list[memoryview]:
-        size = self.objects[0][0].record_bytes
-        return [buffer[at * size : (at + 1) * size] for at in range(len(self.objects))]
 
     def begin(self, now: float) -> bool:
         begins = super().begin(now)
@@ -129,20 +123,6 @@ class Move(Flight[None]):
         with self.lock:
             self.given_up = True
             self.became = [each if each == "done" else "late" for each in self.became]
-
-    def payloads(self) -> Iterator[tuple[Became, memoryview]]:
-        """What became of each object, and where its payload is if that is done."""
-        assert self.buffer is not None
-        for became, record, (kind, _) in zip(self.became, self.records(self.buffer), self.objects, strict=True):
-            yield became, payload(record, kind)
-
-    def let_go(self) -> None:
-        """One of its holders no longer touches the buffer, or never will."""
-        with self.lock:
-            self.holders -= 1
-            free = self.buffer if not self.holders else None
-        if free is not None:
-            self.give_back(free)
 
 
 def payload(record: memoryview, kind: Kind) -> memoryview:
@@ -197,26 +177,28 @@ class StorageRoad:
     def get(
         self,
         objects: Sequence[tuple[Kind, bytes]],
-        land: Callable[[int, memoryview], None] = lambda i, payload: None,
-        buffer: memoryview | None = None,
+        land: Callable[[int, memoryview], None],
         within_s: float = inf,
     ) -> Move:
         """Read objects, and have `land(i, payload)` take each that is whole from a buffer, on the lane's thread and
-        not after the flight was given up. A caller that gives a buffer reads there itself, and lets it go."""
-        move = self._move(FETCH, objects, buffer)
+        not after the flight was given up."""
+        move = self._move(FETCH, objects)
         move.lane.send(self._sent(move), lambda: self._get(move, land), within_s)
         return move
 
-    def put(
-        self,
-        objects: Sequence[tuple[Kind, bytes]],
-        sealed: Callable[[], Sequence[Sequence[memoryview]]],
-        buffer: memoryview | None = None,
+    def fill(
+        self, objects: Sequence[tuple[Kind, bytes]], take_up: Callable[[int, memoryview], None], within_s: float
     ) -> Move:
-        """Store records, which `sealed` gives in pieces, on the lane's thread. Those in this buffer are stored though
-        the flight was given up. All others lie in the engine's memory, which may have other bytes from then on: they
-        are not stored, or deleted if they were."""
-        move = self._move(STORE, objects, buffer)
+        """Have `take_up(i, payload)` fill each payload in a buffer, on the lane's thread and not after the flight was
+        given up, and store them: those that are on their way to the storage by then, too."""
+        move = self._move(STORE, objects)
+        move.lane.send(self._sent(move), lambda: self._fill(move, take_up), within_s)
+        return move
+
+    def put(self, objects: Sequence[tuple[Kind, bytes]], sealed: Callable[[], Sequence[Sequence[memoryview]]]) -> Move:
+        """Store records, which `sealed` gives in pieces, on the lane's thread, from the engine's memory. That may have
+        other bytes once the flight was given up: from then on they are not stored, or deleted if they were."""
+        move = self._move(STORE, objects)
         # A put is durable when it returns, so a few large ones are cheaper.
         move.lane.send_part(self._sent(move), self._put, (move, sealed), len(objects), inf)
         return move
@@ -247,16 +229,9 @@ class StorageRoad:
 
     # --- inside
 
-    def _move(self, edge: Edge, objects: Sequence[tuple[Kind, bytes]], buffer: memoryview | None) -> Move:
-        return Move(
-            lane=self._connection.lanes[edge],
-            sent=self._clock(),
-            objects=objects,
-            became=["late"] * len(objects),
-            buffer=buffer,
-            holders=1 if buffer is None else 2,
-            give_back=self.buffers.give_back,
-        )
+    def _move(self, edge: Edge, objects: Sequence[tuple[Kind, bytes]]) -> Move:
+        lane = self._connection.lanes[edge]
+        return Move(lane=lane, sent=self._clock(), objects=objects, became=["late"] * len(objects))
 
     def _sent(self, flight: Flight[Any]) -> int:
         flight.lane.expire()
@@ -268,21 +243,25 @@ class StorageRoad:
         if isinstance(event, Ended):
             flight = self._flights.pop(event.op)
             flight.ended.set()
-            if isinstance(flight, Move):
-                flight.let_go()
+            if isinstance(flight, Move) and flight.buffer is not None:
+                self.buffers.give_back(flight.buffer)
             self._ends.wake()
         return True
 
     # --- on the lanes' threads
 
+    def _records(self, move: Move) -> list[memoryview]:
+        """Where its records are in a buffer, which it has until it ends."""
+        size = move.objects[0][0].record_bytes
+        buffer = move.buffer = self.buffers.take(len(move.objects) * size, self._deadline_s)
+        if buffer is None:
+            raise StorageError(f"no buffer came back within {self._deadline_s:g} s")
+        return [buffer[at * size : (at + 1) * size] for at in range(len(move.objects))]
+
     def _get(self, move: Move, land: Callable[[int, memoryview], None]) -> Outcome:
         if not move.begin(self._clock()):
             return 0, 0
-        if move.buffer is None:
-            move.buffer = self.buffers.take(len(move.objects) * move.objects[0][0].record_bytes, self._deadline_s)
-            if move.buffer is None:
-                raise StorageError(f"no buffer came back within {self._deadline_s:g} s")
-        names, records = move.names(), move.records(move.buffer)
+        names, records = move.names(), self._records(move)
         sizes = self._connection.storage.get(names, records)
         missing: Became = "missing" if self.storage.up else "down"
         damaged = list[str]()
@@ -299,11 +278,26 @@ class StorageRoad:
         self._connection.delete_damaged(damaged)
         return 0, 0
 
+    def _fill(self, move: Move, take_up: Callable[[int, memoryview], None]) -> Outcome:
+        records = self._records(move)
+
+        def sealed() -> list[tuple[memoryview]]:
+            for (kind, key), record in zip(move.objects, records, strict=True):
+                kind.seal_payload(record, key)
+            return [(record,) for record in records]
+
+        with move.lock:  # as in `_get`
+            if move.given_up:
+                return 0, 0
+            for i, ((kind, _), record) in enumerate(zip(move.objects, records, strict=True)):
+                take_up(i, payload(record, kind))
+        return self._put([(move, sealed)])[0]
+
     def _put(self, sent: Sequence[tuple[Move, Callable[[], Sequence[Sequence[memoryview]]]]]) -> list[Outcome]:
         names, pieces, begun = list[str](), list[Sequence[memoryview]](), list[Move]()
         with self._sealing:
             for move, sealed in sent:
-                if move.begin(self._clock()) or move.buffer is not None:
+                if move.begin(self._clock()):
                     begun.append(move)
                     names += move.names()
                     pieces += sealed()

@@ -1,13 +1,13 @@
 """Sealed objects in a storage for an engine that waits for them, with memory of its own. Knows no engine and no tensor.
 
 All calls return by their deadline, and a storage that fails, hangs or is not open yet is a miss. The caller's memory is
-touched on the caller's thread only, while its call lasts.
+touched while its call lasts, on threads of the storage's lanes.
 """
 
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -17,13 +17,13 @@ from kvarve.core.copies.in_flight import STORE
 from kvarve.errors import require_assertions
 from kvarve.storage import Breaker, StorageUsage, Tiers
 from kvarve.system.background import Abandoned, BackgroundCall
-from kvarve.transfer.storage_road import BUFFERS, Became, Flight, Kind, Move, StorageRoad, payload
+from kvarve.transfer.storage_road import BUFFERS, Became, Flight, Kind, Move, StorageRoad
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Copy = Callable[[int, memoryview], None]  # the payload of an object, by its number, from or to the caller's memory
 
-AHEAD = 3  # pieces of one call in flight: one is copied while others are read
 BUFFER_MEMORY = 96 << 20  # of all buffers; more if a single record is larger than one
 _CLOSE_S = 4.0  # for calls, and again for the storage
 _WORDS: Mapping[Became, str] = {"missing": "gone"}
@@ -43,8 +43,8 @@ class Objects:
     """The objects of one label in one storage, which it owns; used by several threads.
 
     `counts`, by object: loaded, stored, already there; gone (told to exist, and not read), damaged (a record that is
-    truncated, corrupt or another's: it is deleted, and missing from then on), no space, read only; late, failed, down,
-    busy and closed name why the storage was not asked or did not answer in time.
+    truncated, corrupt or another's: it is deleted, and missing from then on), no space, read only; late, failed, down
+    and closed name why the storage was not asked or did not answer in time.
     """
 
     def __init__(
@@ -93,63 +93,38 @@ class Objects:
         answers = iter(found)
         return [[next(answers) for _ in each] for each in names]
 
-    def load(self, kind: Kind, keys: Sequence[bytes], put_down: Callable[[int, memoryview], None]) -> list[bool]:
-        """Read objects and hand each payload that is whole to `put_down(i, payload)`, on this thread and in order.
+    def load(self, kind: Kind, keys: Sequence[bytes], put_down: Copy) -> list[bool]:
+        """Read objects and hand each payload that is whole to `put_down(i, payload)`.
 
         False where an object is missing, damaged or not read by the deadline; after trouble the rest is not asked for.
         """
         began = time.monotonic()
-        end = began + self.deadline_s
-        loaded = [False] * len(keys)
         road = self._open_road(len(keys))
         if road is None:
-            return loaded
-
-        def read(piece: range, buffer: memoryview) -> Move:
-            return road.get([(kind, keys[i]) for i in piece], buffer=buffer, within_s=end - time.monotonic())
-
-        def take(piece: range, move: Move) -> None:
-            for i, (became, whole) in zip(piece, move.payloads(), strict=True):
-                if became == "done":
-                    put_down(i, whole)
-                    loaded[i] = True
-
-        self._by_pieces(road, kind, len(keys), end, read, take)
+            return [False] * len(keys)
+        loaded = self._by_pieces(road, kind, keys, road.get, put_down, began + self.deadline_s)
         self._moved("load", "loaded", kind, sum(loaded), began)
         return loaded
 
-    def store(self, kind: Kind, keys: Sequence[bytes], take_up: Callable[[int, memoryview], None]) -> list[bool]:
-        """Store objects that are not there yet; `take_up(i, payload)` fills each payload, on this thread and in order.
+    def store(self, kind: Kind, keys: Sequence[bytes], take_up: Copy) -> list[bool]:
+        """Store objects that are not there yet; `take_up(i, payload)` fills each payload.
 
         True: the object is there. After trouble the rest is not stored.
         """
         began = time.monotonic()
         end = began + self.deadline_s
-        names = [kind.name(key) for key in keys]
-        there = self._there(names, end)
+        there = self._there([kind.name(key) for key in keys], end)
         road = self.road
         if there is None or road is None:
             return [False] * len(keys)
         missing = [i for i, found in enumerate(there) if not found]
         self._count("already there", len(keys) - len(missing))
-        stored = list(there)
-
-        def write(piece: range, buffer: memoryview) -> Move:
-            numbers = [missing[at] for at in piece]
-            records = [buffer[at * kind.record_bytes : (at + 1) * kind.record_bytes] for at in range(len(piece))]
-            for i, record in zip(numbers, records, strict=True):
-                take_up(i, payload(record, kind))
-                kind.seal_payload(record, keys[i])
-            sealed = [(record,) for record in records]
-            return road.put([(kind, keys[i]) for i in numbers], lambda: sealed, buffer)
-
-        def take(piece: range, move: Move) -> None:
-            for at, became in zip(piece, move.became, strict=True):
-                stored[missing[at]] = became == "done"
-
-        self._by_pieces(road, kind, len(missing), end, write, take)
-        self._moved("store", "stored", kind, sum(stored) - sum(there), began)
-        return stored
+        mine = [keys[i] for i in missing]
+        stored = self._by_pieces(road, kind, mine, road.fill, lambda at, view: take_up(missing[at], view), end)
+        self._moved("store", "stored", kind, sum(stored), began)
+        for i, done in zip(missing, stored, strict=True):
+            there[i] = done
+        return there
 
     def drop(self) -> bool:
         """Remove all objects of the label; False if the storage does not say that it has done so."""
@@ -197,44 +172,27 @@ class Objects:
         self,
         road: StorageRoad,
         kind: Kind,
-        count: int,
+        keys: Sequence[bytes],
+        send: Callable[[Sequence[tuple[Kind, bytes]], Copy, float], Move],
+        copy: Copy,
         end: float,
-        send: Callable[[range, memoryview], Move],
-        take: Callable[[range, Move], None],
-    ) -> None:
-        """Send `count` objects in pieces that each fill a buffer, and `take` each piece as it ends. A piece that is
-        late or failed is the last."""
+    ) -> list[bool]:
+        """Which objects have been moved by `send`, in pieces that each fill a buffer. After one that is late or failed
+        the rest is given up."""
+
+        def sent(at: int) -> Move:
+            piece = [(kind, key) for key in keys[at : at + size]]
+            return send(piece, lambda i, view: copy(at + i, view), end - time.monotonic())
+
         size = max(1, road.buffers.size_bytes // kind.record_bytes)
-        waiting = deque(range(at, min(at + size, count)) for at in range(0, count, size))
-        flights: deque[tuple[range, Move]] = deque()
-        buffer: memoryview | None = None
-        try:
-            while waiting or flights:
-                if waiting and len(flights) < AHEAD:
-                    # A thread that has a buffer to empty waits for no other one.
-                    within_s = 0.0 if flights else end - time.monotonic()
-                    buffer = road.buffers.take(len(waiting[0]) * kind.record_bytes, within_s)
-                if buffer is not None:
-                    flights.append((waiting[0], send(waiting[0], buffer)))
-                    waiting.popleft()
-                    buffer = None
-                elif flights:
-                    piece, move = flights[0]
-                    road.wait_for(move, end)
-                    take(piece, move)
-                    flights.popleft()
-                    move.let_go()
-                    if self._trouble(move):
-                        break
-                else:
-                    self._count("busy", len(waiting[0]))
-                    break
-        finally:
-            if buffer is not None:
-                road.buffers.give_back(buffer)
-            for _, move in flights:
+        moves, trouble = [sent(at) for at in range(0, len(keys), size)], False
+        for move in moves:
+            if trouble:
                 move.give_up()
-                move.let_go()
+            else:
+                road.wait_for(move, end)
+                trouble = self._trouble(move)
+        return [became == "done" for move in moves for became in move.became]
 
     def _there(self, names: Sequence[str], end: float) -> list[bool] | None:
         """Which of these are there and not known to be damaged; None if the storage gives no answer."""
