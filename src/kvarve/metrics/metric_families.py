@@ -261,14 +261,19 @@ def _storages(now: Snapshot) -> Iterator[Metric]:
     hung = "Calls to a storage that took longer than its deadline."
     yield counter("kvarve_breaker_hung_calls", hung, now.under("breaker_hung."), "storage")
     rows = (
-        (counter, "lost", "_objects", "Objects that a storage has lost: what says where they are is damaged or gone."),
-        (counter, "damaged", "_objects", "Objects of a storage whose bytes could not be read."),
-        (gauge, "room", "_bytes", "Bytes that the medium of a storage has left for it."),
-        (gauge, "only_read", "", "1 while a storage can only be read, or is only to be read."),
+        (
+            counter,
+            "lost",
+            "lost_objects",
+            "Objects that a storage has lost: what says where they are is damaged or gone.",
+        ),
+        (counter, "damaged", "damaged_objects", "Objects of a storage whose bytes could not be read."),
+        (gauge, "room", "room_bytes", "Bytes that the medium of a storage has left for it."),
+        (gauge, "only_read", "read_only", "1 while a storage can only be read, or is only to be read."),
     )
-    for kind, name, unit, help_text in rows:
+    for kind, name, metric, help_text in rows:
         if values := now.under(f"storage_{name}."):
-            yield kind(f"kvarve_storage_{name}{unit}", help_text, values, "storage")
+            yield kind(f"kvarve_storage_{metric}", help_text, values, "storage")
     if now.storage_up is not None:
         yield gauge("kvarve_storage_up", "1 while storage answers, 0 while it is down.", now.storage_up)
 
