@@ -25,7 +25,7 @@ from kvarve.planner.simulation_config import SimulationConfig
 from kvarve.planner.sweep import COMPARED, PAYS, SHARES, Point, draw, pays_until, swept
 from kvarve.planner.sweep import sweep as curve
 from kvarve.planner.traces import Advance, TraceRequest
-from kvarve.reports import check_file, is_stdout, plain_table, write_json
+from kvarve.reports import Printer, check_file, plain_table
 from kvarve.settings.options import FLAT, ConfigFile, JsonFile, needs
 
 SETTINGS = SimulationConfig()
@@ -51,15 +51,14 @@ def main(
     config: ConfigFile = None,
 ) -> int:
     """Replay a trace through the cache's own code and say what memory buys."""
-    check_file("--json", json)
+    out = Printer(json)
     if sweep is None:
         if not settings.device_memory:
             raise ConfigError("simulate needs --device-memory, or --sweep, which tries many sizes")
         with _progress(trace) as (progress, task):
             report = replay(trace, settings, limit=limit, advance=_advance(progress, task))
-        Console(quiet=is_stdout(json)).print(_table(report, settings))
-        write_json(json, {"config": asdict(settings), **report.as_json()})
-        return 0
+        out.table(_table(report, settings))
+        return out.write({"config": asdict(settings), **report.as_json()})
     if settings.policies.eviction != SETTINGS.policies.eviction:
         raise ConfigError("--sweep cannot go with --eviction: it tries all orders")
     _check_untimed("--sweep", settings)
@@ -70,11 +69,9 @@ def main(
         progress.reset(task, total=len(SHARES) * len(COMPARED))
         points = [*curve(requests, settings, lambda: progress.advance(task))]
     draw(points, tier, f"{trace.name}: {len(requests):,} requests", sweep)
-    Console(quiet=is_stdout(json)).print(_curve(points, tier))
-    write_json(
-        json, {"config": asdict(settings), "tier": tier.name.lower(), "points": [asdict(each) for each in points]}
-    )
-    return 0
+    out.table(_curve(points, tier))
+    found = {"tier": tier.name.lower(), "points": [asdict(each) for each in points]}
+    return out.write({"config": asdict(settings), **found})
 
 
 def plan(
@@ -89,7 +86,7 @@ def plan(
     config: ConfigFile = None,
 ) -> int:
     """Say how much host memory and storage a hit rate takes, for a trace of prompts."""
-    check_file("--json", json)
+    out = Printer(json)
     if picture is not None:
         _check_picture("--picture", picture, "plan --picture")
     share = _share(target)
@@ -104,11 +101,9 @@ def plan(
         made = planned(requests, settings, share, lambda: progress.advance(task))
     if picture is not None:
         draw_plan(made, f"{trace.name}: {len(requests):,} requests", picture)
-    console = Console(quiet=is_stdout(json), highlight=False)
-    console.print(made.sentence, soft_wrap=True)
-    console.print(_planned(made))
-    write_json(json, {"config": asdict(settings), **asdict(made), "sentence": made.sentence})
-    return 0
+    out.say(made.sentence)
+    out.table(_planned(made))
+    return out.write({"config": asdict(settings), **asdict(made), "sentence": made.sentence})
 
 
 @contextmanager

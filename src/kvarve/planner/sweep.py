@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from kvarve.core.policies import Order
 from kvarve.errors import ConfigError
@@ -49,10 +49,8 @@ def swept(config: SimulationConfig) -> Tier:
 
 def sized(config: SimulationConfig, tier: Tier, memory: float) -> SimulationConfig:
     """With this much memory in a tier."""
-    size = Size(max(1, int(memory)))
-    if tier is Tier.DEVICE:
-        return replace(config, device_memory=size)
-    return replace(config, host_memory=size) if tier is Tier.HOST else replace(config, storage_memory=size)
+    size: dict[str, Any] = {f"{tier.name.lower()}_memory": Size(max(1, int(memory)))}
+    return replace(config, **size)
 
 
 class Workload:

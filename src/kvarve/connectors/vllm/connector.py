@@ -155,29 +155,13 @@ class KvarveConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(cls, *given: Any) -> KVConnectorPromMetrics:
         return KvarveMetrics(*given)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass  # with the saves in `wait_for_save`, since orders are carried out in their order
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        """On the worker's side loads are with the saves in `wait_for_save`: orders are carried out in their order."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        raise NotImplementedError
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        raise NotImplementedError
-
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        raise NotImplementedError
-
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        raise NotImplementedError
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
+    # Of the scheduler's side, which has them.
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = _nothing
+    request_finished_all_groups = _nothing
 
 
 class SchedulerSide(KvarveConnector):

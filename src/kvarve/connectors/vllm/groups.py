@@ -2,7 +2,7 @@
 decides the bytes of a page."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -149,28 +149,30 @@ def _heads_in(value: Any, named: bool = False) -> Iterator[int]:
 
 def on_all_stages(good: bool) -> bool:
     """Whether something is so on all pipeline stages. Each has to ask."""
-    stages = get_pp_group()
-    found: list[Any] = [good] * stages.world_size
-    if stages.world_size > 1:
-        torch.distributed.all_gather_object(found, good, group=stages.cpu_group)
-    return all(found)
+    return all(_of_stages(good))
 
 
 def largest_of_stages(pools: list[PoolSpec]) -> list[PoolSpec]:
     """By pool, the one of the pipeline stage whose pages are largest: by it all workers divide their memory."""
+    return [_largest(each) for each in zip(*_of_stages(pools), strict=True)]
+
+
+def _of_stages(value: Any) -> list[Any]:
+    """What each pipeline stage has told."""
     stages = get_pp_group()
-    found: list[Any] = [None] * stages.world_size
-    if stages.world_size == 1:
-        return pools
-    torch.distributed.all_gather_object(found, pools, group=stages.cpu_group)
-    return [max(each, key=lambda pool: pool.payload_bytes) for each in zip(*found, strict=True)]
+    found = [value] * stages.world_size
+    if stages.world_size > 1:
+        torch.distributed.all_gather_object(found, value, group=stages.cpu_group)
+    return found
+
+
+def _largest(pools: Iterable[PoolSpec]) -> PoolSpec:
+    return max(pools, key=lambda pool: pool.payload_bytes)
 
 
 def identity_of_all(identities: Sequence[ModelIdentity], names: Sequence[str]) -> ModelIdentity:
     """The identity by which the scheduler names pages, of which each worker has a part; its pools have these names."""
     first, layouts = identities[0], sorted({each.layout for each in identities})
-    largest = [
-        max(pools, key=lambda pool: pool.payload_bytes) for pools in zip(*(it.pools for it in identities), strict=True)
-    ]
+    largest = map(_largest, zip(*(it.pools for it in identities), strict=True))
     pools = tuple(replace(pool, name=name) for pool, name in zip(largest, names, strict=True))
     return replace(first, layout=" | ".join(layouts), pools=pools)
