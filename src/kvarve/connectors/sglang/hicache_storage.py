@@ -137,7 +137,8 @@ class HiCacheKvarve(HiCacheStorage):
         label = identity.fingerprint()
         self._flat_kv = not extra.get("interface_v1")
         self._same_weights = SameWeights("the storage is attached anew")
-        self._metrics = _Metrics(ranks.tp_rank) if storage_config.enable_storage_metrics else None
+        self._rank, self._observed = str(ranks.tp_rank), storage_config.enable_storage_metrics
+        self._told: Counter[str] = Counter()  # of the counts, to Prometheus
         seal = seal_of(settings.storage_key)
         self._objects = Objects(
             lambda: open_guarded(
@@ -292,9 +293,21 @@ class HiCacheKvarve(HiCacheStorage):
             for rate in self._objects.take_rates(what):
                 pages.append(rate.objects)
                 rates.append(rate.bytes / 1e9 / max(rate.seconds, 1e-9))
-        if self._metrics is not None:
-            self._metrics.update(self._objects)
+        if self._observed:
+            self._observe()
         return metrics
+
+    def _observe(self) -> None:
+        by_object, by_byte, levels = _metrics()
+        now, usage = self.counts, self._objects.usage()
+        for what, count in (now - self._told).items():
+            counter = by_byte if what.endswith(" bytes") else by_object
+            counter.labels(what.removesuffix(" bytes"), self._rank).inc(count)
+        self._told = now
+        found = {"up": self._objects.up, "room_bytes": usage.room_bytes, "read_only": usage.read_only}
+        for name, value in {**found, "lost_objects": usage.lost, "damaged_objects": usage.damaged}.items():
+            if value is not None:
+                levels[name].labels(self._rank).set(value)
 
     @property
     def counts(self) -> Counter[str]:
@@ -391,44 +404,23 @@ _BEGAN_S = began_s()
 _updates = _Updates()
 
 
-class _Metrics:
-    """For Prometheus, if SGLang's metrics are on: what became of objects, bytes, and whether the storage is up."""
+@cache
+def _metrics() -> tuple[Any, Any, Mapping[str, Any]]:
+    """For Prometheus: what became of objects, bytes, and the storage. A process can register a name once, however often
+    storage is attached."""
+    from prometheus_client import Counter as Count
+    from prometheus_client import Gauge
 
-    _made: tuple[Any, ...] | None = None  # a process can register a name once, however often storage is attached
-
-    def __init__(self, tp_rank: int) -> None:
-        from prometheus_client import Counter as Count
-        from prometheus_client import Gauge
-
-        if _Metrics._made is None:
-            labels = ["what", "tp_rank"]
-            _Metrics._made = (
-                Count("kvarve_hicache_objects", "Objects of kvarve's storage, by what happened to them", labels),
-                Count("kvarve_hicache_bytes", "Bytes of pages loaded from and stored in kvarve's storage", labels),
-                Gauge("kvarve_hicache_storage_up", "Whether kvarve's storage answers", ["tp_rank"]),
-                {
-                    field: Gauge(f"kvarve_hicache_storage_{name}", meaning, ["tp_rank"])
-                    for name, field, meaning in (
-                        ("lost_objects", "lost", "Objects that kvarve's storage has lost since it was attached"),
-                        ("damaged_objects", "damaged", "Objects that kvarve's storage could not read since then"),
-                        ("room_bytes", "room_bytes", "Bytes that the medium of kvarve's storage has left for it"),
-                        ("read_only", "read_only", "Whether kvarve's storage can only be read"),
-                    )
-                },
-            )
-        self._rank = str(tp_rank)
-        self._before: Counter[str] = Counter()
-
-    def update(self, objects: Objects) -> None:
-        assert _Metrics._made is not None
-        by_object, by_byte, up, levels = _Metrics._made
-        now = Counter(objects.counts)
-        for what, count in (now - self._before).items():
-            counter = by_byte if what.endswith(" bytes") else by_object
-            counter.labels(what.removesuffix(" bytes"), self._rank).inc(count)
-        self._before = now
-        up.labels(self._rank).set(objects.up)
-        usage = objects.usage()
-        for field, gauge in levels.items():
-            if (value := getattr(usage, field)) is not None:
-                gauge.labels(self._rank).set(value)
+    levels = {
+        "up": "Whether kvarve's storage answers",
+        "lost_objects": "Objects that kvarve's storage has lost since it was attached",
+        "damaged_objects": "Objects that kvarve's storage could not read since then",
+        "room_bytes": "Bytes that the medium of kvarve's storage has left for it",
+        "read_only": "Whether kvarve's storage can only be read",
+    }
+    labels = ["what", "tp_rank"]
+    return (
+        Count("kvarve_hicache_objects", "Objects of kvarve's storage, by what happened to them", labels),
+        Count("kvarve_hicache_bytes", "Bytes of pages loaded from and stored in kvarve's storage", labels),
+        {name: Gauge(f"kvarve_hicache_storage_{name}", meaning, ["tp_rank"]) for name, meaning in levels.items()},
+    )

@@ -432,6 +432,10 @@ class KvarveLinker(UnifiedCacheLinker):
         return found
 
 
+def _always(answer: object) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
 class KvarveOrNone(UnifiedCacheLinker):
     """kvarve's linker by KVARVE=1 (`sglang_plugin.py`). A server whose pools kvarve does not know has one that finds
     and takes nothing, on all ranks alike."""
@@ -451,35 +455,11 @@ class KvarveOrNone(UnifiedCacheLinker):
         self.pools: dict[PoolName, object] = {}
         self.layer_done_counter = LayerWiseLoadCounter(0)
 
-    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        return []
-
-    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        return False
-
-    def start_layer_wise_loading(self) -> int:
-        return -1
-
-    def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return True
-
-    def cancel_queued_load(self, rid: str) -> bool:
-        return False
-
-    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        return False
-
-    def num_completed_offloads(self) -> int:
-        return 0
-
-    def pop_completed_offload(self) -> bool:
-        raise AssertionError("none has begun")
-
-    def reset(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    lookup = _always(())
+    load = offload = cancel_queued_load = _always(False)
+    start_layer_wise_loading, finish_layer_wise_loading = _always(-1), _always(True)
+    num_completed_offloads = _always(0)
+    pop_completed_offload = reset = close = _always(None)
 
 
 _made = UnifiedCacheLinkerWrapper.__init__

@@ -9,7 +9,6 @@ and moves whole rows. What it decides is in `chunks`; here are only vLLM's types
 
 import logging
 import os
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvarve.connectors.checkpoint import began_s
 from kvarve.connectors.engine_settings import TierSettings
 from kvarve.connectors.vllm.chunks import ChunkStore, Found, namespace_of
-from kvarve.connectors.vllm.engine_calls import Around
+from kvarve.connectors.vllm.engine_calls import Around, callers
 from kvarve.connectors.vllm.vllm_identity import Fields, groups_fields, model_digest, plain, weights_of
 from kvarve.errors import ConfigError
 from kvarve.records.seals import seal_of
@@ -234,12 +233,10 @@ def _configs() -> tuple[Any, Any] | None:
     vLLM gives a tier neither revision, nor quantisation, nor overrides of the model's config, all of which change the
     bytes. The connector that makes us has them as arguments.
     """
-    frame = sys._getframe(1)
-    while (caller := frame.f_back) is not None:
-        frame = caller
-        config = frame.f_locals.get("vllm_config")
+    for known in callers():
+        config = known.get("vllm_config")
         if isinstance(config, vllm.config.VllmConfig) and config.kv_transfer_config is not None:
-            return config, frame.f_locals.get("kv_cache_config")
+            return config, known.get("kv_cache_config")
     return None
 
 
