@@ -11,8 +11,8 @@ from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import Breaker, FileStorage, MemoryStorage, Storage, Tiers
 from kvarve.testing import FaultyStorage, Rule
 from kvarve.testing.faulty_storage import Call
-from kvarve.transfer.storage_connection import WORKERS, open_guarded
-from kvarve.transfer.storage_road import Kind
+from kvarve.transfer.storage_connection import STORES, open_guarded
+from kvarve.transfer.storage_road import BUFFERS, Kind
 
 LABEL, NAMESPACE = b"\x01" * 32, b"\x07" * 32
 LONG_S, SOON_S = 60.0, 0.1  # of calls that answer, and of calls that never do
@@ -83,7 +83,7 @@ def opened() -> Iterator[Open]:
 
     def make(storage: Storage, deadline_s: float = LONG_S, **settings: int) -> Objects:
         guarded = storage if isinstance(storage, (Breaker, Tiers)) else Breaker(storage, deadline_s=deadline_s)
-        settings = {"buffer_memory": 6 * 40_000, **settings}
+        settings = {"buffer_memory": BUFFERS * 40_000, **settings}
         made.append(Objects(lambda: guarded, deadline_s=deadline_s, **settings))
         return made[-1]
 
@@ -218,7 +218,7 @@ def test_a_store_that_is_given_up_before_its_turn_reads_no_slot(memory: MemorySt
     road = opened(gate).road
     assert road is not None
     slots.lent = True
-    for at in range(WORKERS):
+    for at in range(STORES):
         road.fill([(KV, KEYS[at])], slots.take_up, LONG_S)
         gate.wait_for_stalled_call()
     read: list[int] = []
@@ -234,18 +234,18 @@ def test_calls_that_hang_hold_a_bounded_number_of_buffers_and_threads(memory: Me
     gate = stalled(memory, "get")
     never_down = Breaker(gate, deadline_s=LONG_S)
     objects = opened(never_down, SOON_S)
-    for _ in range(5):
+    loads = 0
+    while gate.counts["stall"] < BUFFERS or loads < BUFFERS:
+        loads += 1
         assert Slots().load(objects) == [False] * 12
-    assert objects.counts["late"] + objects.counts["failed"] == 15, "of each load the first piece"
-    for _ in range(6):
-        gate.wait_for_stalled_call()
-    assert gate.counts["stall"] == 6
+    assert objects.counts["late"] + objects.counts["failed"] == 3 * loads, "of each load the first piece"
+    assert gate.counts["stall"] == BUFFERS
     gate.release()
     settled(objects)
 
 
 def test_a_full_storage_refuses_what_does_not_fit(opened: Open) -> None:
-    objects, slots = opened(MemoryStorage(KV.record_bytes * 2, LABEL, "a model"), buffer_memory=6 << 20), Slots()
+    objects, slots = opened(MemoryStorage(KV.record_bytes * 2, LABEL, "a model"), buffer_memory=BUFFERS << 20), Slots()
     assert slots.store(objects).count(True) == 2
     assert objects.counts["no space"] == 10
 

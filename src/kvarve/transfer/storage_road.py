@@ -28,7 +28,7 @@ from kvarve.records.seals import CHECKSUM, Seal
 from kvarve.storage import Breaker, StorageUsage, Tiers
 from kvarve.transfer._buffers import Buffers
 from kvarve.transfer.lanes import Ends, Lane, Outcome
-from kvarve.transfer.storage_connection import StorageConnection
+from kvarve.transfer.storage_connection import FETCHES, STORES, StorageConnection
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 # Of an object, by its call. "down": the circuit was open; "late": it was given up, or could not begin in time.
 Became = Literal["done", "missing", "damaged", "no space", "read only", "down", "failed", "late"]
 
-BUFFERS = 6  # of all reads and writes in flight
+BUFFERS = FETCHES + STORES  # one for each call that is under way
 BUFFER_BYTES = 16 << 20  # of each; more if a single record is larger
 
 
