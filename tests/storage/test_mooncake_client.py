@@ -23,7 +23,6 @@ from kvarve.storage.mooncake._mooncake_backend import read_settings
 from kvarve.storage.mooncake._mooncake_storage import MooncakeStorage
 from kvarve.storage.urls import parse_url
 from kvarve.system.regions import HostRegion, address
-from kvarve.testing.suite import put
 
 TRANSFER_FAILED, OK = -800, 0
 
@@ -76,8 +75,9 @@ class Library:
         self.seconds[0] += LIBRARY_PATIENCE_S + 10
         return [TRANSFER_FAILED] * len(keys)
 
-    def remove(self, key: str) -> int:
-        return -706 if key.endswith("leased") else OK
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]:
+        assert force, "else an object under a lease stays"
+        return [OK] * len(keys)
 
     def close(self) -> int:
         assert not self.inside, "the real library would have crashed the process"
@@ -229,7 +229,7 @@ def test_an_object_that_is_not_taken_or_not_removed_costs_no_other(world: World)
     assert (storage.counts["not taken"], storage.counts["no space"]) == (2, 2)
     with pytest.raises(StorageError, match=r"no owner takes them \(-600\)"):
         storage.put(["a1"], data[:1])
-    world.made[0].remove = lambda key: -1 if key.endswith("1") else OK  # type: ignore[method-assign]
+    world.made[0].batch_remove = lambda keys, _: [-1 if key.endswith("1") else OK for key in keys]  # type: ignore[method-assign]
     assert storage.delete(["a0", "a1"]) == [True, False]
     with pytest.raises(StorageError, match=r"deleted 0 of 1 objects \(-1\)"):
         storage.delete(["a1"])
@@ -269,16 +269,6 @@ def test_without_a_master_a_call_ends_before_it_enters_the_library(world: World)
     with pytest.raises(StorageError, match=r"no Mooncake master answers at 127\.0\.0\.1:1: .*refused") as told:
         client.exists(["some"])
     assert "\n" not in str(told.value)
-
-
-def test_an_older_version_removes_one_by_one_and_hides_what_is_under_a_lease(world: World) -> None:
-    storage = world.storage()
-    assert storage.delete(["leased", "free", "free"]) == [True, True, False]
-    assert storage.exists(["leased"]) == [False]
-    assert storage.delete(["leased"]) == [False]
-    assert put(storage, leased=b"again") == [False]
-    with pytest.raises(StorageError, match=r"install 0\.3\.7"):
-        storage.drop()
 
 
 def test_the_address_by_which_the_master_is_reached_is_this_ones_unless_it_has_a_name(world: World) -> None:

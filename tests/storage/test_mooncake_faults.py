@@ -219,7 +219,7 @@ def test_a_full_segment_takes_no_more_until_leases_end(
         assert view == (bytes([1 + number]) if size else b"\0") * PAGE
 
 
-def test_an_object_that_this_process_may_be_reading_is_not_removed_by_force(
+def test_an_object_is_removed_at_once_also_while_this_process_reads_it(
     cluster: Cluster, opened: Callable[..., MooncakeStorage]
 ) -> None:
     owner, watched = cluster.owner(), Watched()
@@ -231,7 +231,7 @@ def test_an_object_that_this_process_may_be_reading_is_not_removed_by_force(
         reading = pool.submit(storage.get, pages.names, pages.views)
         assert watched.reading.wait(60)
         assert storage.delete(pages.names) == [True]
-        assert watched.real.batch_is_exist(watched.asked) == [1]
+        assert watched.real.batch_is_exist(watched.asked) == [0]
         with pytest.raises(StorageError):
             reading.result()
     assert storage.exists(pages.names) == [False]
@@ -366,23 +366,6 @@ def test_what_is_deleted_under_a_lease_is_gone_at_once(
     assert storage.delete(["page"]) == [True]
     assert storage.exists(["page"]) == [False]
     assert put(storage, page=b"good" * 9) == [True]
-    assert get(storage, "page") == b"good" * 9
-
-
-def test_a_version_that_cannot_remove_under_a_lease_hides_the_object_until_it_can(
-    cluster: Cluster, opened: Callable[..., MooncakeStorage]
-) -> None:
-    cluster.owner()
-    storage, other = opened(), opened()
-    with storage._client._entered() as raw:
-        raw.can_force = False
-    assert put(storage, page=b"damaged" * 9) == [True]
-    assert storage.delete(["page"]) == [True]
-    assert other.exists(["page"]) == [True], "it is under a lease"
-    assert storage.exists(["page"]) == [False]
-    assert get(storage, "page") is None
-    assert storage.delete(["page"]) == [False]
-    until(lambda: put(storage, page=b"good" * 9) == [True], "the end of the lease")
     assert get(storage, "page") == b"good" * 9
 
 

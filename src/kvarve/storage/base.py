@@ -197,6 +197,14 @@ def group_of(name: str) -> str:
     return group if dash else ""
 
 
+def firsts(names: Sequence[str]) -> dict[str, int]:
+    """Where each of the names stands first in a call."""
+    found: dict[str, int] = {}
+    for number, name in enumerate(names):
+        found.setdefault(name, number)
+    return found
+
+
 def is_name(name: str) -> bool:
     """Whether an object can have this name."""
     return _NAME.fullmatch(name) is not None

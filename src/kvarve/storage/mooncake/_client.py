@@ -23,11 +23,10 @@ log = logging.getLogger(__name__)
 
 # The library's ErrorCode.
 NO_ROOM, INVALID, NOT_READY, NOT_FOUND, ALREADY_THERE = -200, -600, -703, -704, -705
-HAS_LEASE, LEASE_EXPIRED, IN_REPLICATION, NO_REPLICA, GONE, BUSY = -706, -707, -708, -710, -712, -714
+LEASE_EXPIRED, NO_REPLICA, GONE = -707, -710, -712
 TRANSFER_FAILED, BAD_CHECKSUM = -800, -801
 NO_FILE, FILE_UNREADABLE, NO_BUCKET = -1100, -1102, -1200  # of an object that its owner has on a disk
 MISSING = frozenset({NOT_READY, NOT_FOUND, LEASE_EXPIRED, NO_REPLICA, GONE})
-HELD = frozenset({HAS_LEASE, IN_REPLICATION, BUSY})
 DAMAGED = frozenset({BAD_CHECKSUM, NO_FILE, FILE_UNREADABLE, NO_BUCKET})
 _OUTAGES = range(-1099, -899)  # the master does not answer, or refuses for now
 
@@ -168,21 +167,15 @@ class Client:
             (code,) = self._heard([raw.store.get_size(key)])
             return code
 
-    def remove(self, keys: Sequence[str], *, force: bool) -> list[int]:
-        """Remove each object; with `force`, if the version can, also objects under a lease."""
+    def remove(self, keys: list[str]) -> list[int]:
+        """Remove each object, also one under a lease: who reads it meanwhile may get torn bytes."""
         with self._entered() as raw:
-            if force and raw.can_force:
-                return self._heard(raw.store.batch_remove(list(keys), True))
-            if hasattr(raw.store, "batch_remove"):
-                return self._heard(raw.store.batch_remove(list(keys)))
-            return self._heard([raw.store.remove(key) for key in keys])
+            return self._heard(raw.store.batch_remove(keys, True))
 
     def remove_all_of(self, pattern: str) -> int:
         """Remove all objects whose names match a regular expression; returns how many there were."""
         with self._entered() as raw:
-            if not hasattr(raw.store, "remove_by_regex"):
-                raise StorageError("this version of Mooncake cannot remove by prefix: install 0.3.7 or newer")
-            (count,) = self._heard([raw.store.remove_by_regex(pattern, *((True,) if raw.can_force else ()))])
+            (count,) = self._heard([raw.store.remove_by_regex(pattern, True)])
             return count
 
     def figures(self) -> dict[str, float] | None:
@@ -321,14 +314,11 @@ class _Inside:
 
 
 class _Raw:
-    """A library object, and what its version can do."""
+    """A library object, and the memory that it knows."""
 
     def __init__(self, store: Any, settings: Settings) -> None:
         self.store = store
         self.registered = 0  # how many of `_lent`
-        self.can_force = "force" in (
-            getattr(store.batch_remove, "__doc__", "") if hasattr(store, "batch_remove") else ""
-        )
         self.replication = _replication(settings)
 
     def register(self, memory: memoryview) -> None:
@@ -339,20 +329,12 @@ class _Raw:
 
 
 def _replication(settings: Settings) -> Any:
-    """The replication config of each object; ConfigError if this version cannot do what the settings ask."""
+    """The replication config of each object."""
     if settings.replicas == 1 and not settings.soft_pin and not settings.hard_pin:
         return None
     store = importlib.import_module("mooncake.store")
     config = store.ReplicateConfig()
-    config.replica_num = settings.replicas
-    if settings.soft_pin and hasattr(config, "with_soft_pin"):
-        config.with_soft_pin = True
-    elif settings.soft_pin and hasattr(config, "soft_pin_action"):
+    config.replica_num, config.with_hard_pin = settings.replicas, settings.hard_pin
+    if settings.soft_pin:
         config.soft_pin_action = store.SoftPinAction.ENABLE
-    elif settings.soft_pin:
-        raise ConfigError("soft_pin is not supported by this version of Mooncake")
-    if settings.hard_pin and not hasattr(config, "with_hard_pin"):
-        raise ConfigError("hard_pin is not supported by this version of Mooncake")
-    if settings.hard_pin:
-        config.with_hard_pin = True
     return config

@@ -14,8 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvarve.errors import StorageError
-from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_settings
-from kvarve.storage.mooncake._client import ALREADY_THERE, DAMAGED, HELD, INVALID, MISSING, NO_ROOM, Client, Settings
+from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_settings, firsts
+from kvarve.storage.mooncake._client import (
+    ALREADY_THERE,
+    DAMAGED,
+    INVALID,
+    MISSING,
+    NO_ROOM,
+    NOT_FOUND,
+    Client,
+    Settings,
+)
 from kvarve.system.regions import HostRegion, address
 
 # Objects per call into the library: enough to spread the cost of a call, and few enough that all its transfers end
@@ -55,8 +64,6 @@ class MooncakeStorage(Storage):
         self._client = client(settings)
         self._lock = threading.Lock()  # guards everything below
         self._lent: list[tuple[int, int]] = []  # start and end address of registered memory
-        self._reading = 0  # gets in flight
-        self._deleted: set[str] = set()  # deleted names still under a lease: hidden until the master removes them
         self._usage = StorageUsage()  # as of the master's last answer
         self._bounce_lock = threading.Lock()
         self._bounce = memoryview(b"")
@@ -74,57 +81,44 @@ class MooncakeStorage(Storage):
         codes = self._client.exists(self._keys(names))
         if 0 in codes:
             check_names(names)  # a stored object has a legal name
-        if not self._deleted:
-            return [*map(bool, codes)]
-        with self._lock:
-            self._deleted.difference_update(name for name, code in zip(names, codes, strict=True) if code == 0)
-            return [code == 1 and name not in self._deleted for name, code in zip(names, codes, strict=True)]
+        return [*map(bool, codes)]
 
     def get(self, names: Sequence[str], into: Sequence[memoryview]) -> list[int | None]:
         check_batch(names, into)
         self._client.require_open()
         sizes: list[int | None] = [None] * len(names)
         # For a name twice in a call the library fills one buffer, and answers that it has filled both.
-        first: dict[str, int] = {}
-        with self._lock:
-            for number, name in enumerate(names):
-                if name not in self._deleted:
-                    first.setdefault(name, number)
-            self._reading += 1
+        first = firsts(names)
         answered, failed = 0, list[int]()
         large: list[int] = []
-        try:
-            for places in self._placed([*first.values()], into):
-                codes = self._client.get(
-                    self._keys(names[place.number] for place in places),
-                    [place.address for place in places],
-                    [place.size_bytes for place in places],
-                )
-                for place, code in zip(places, codes, strict=True):
-                    if code >= 0:
-                        sizes[place.number] = _arrived(place, into[place.number], code)
-                    elif code == INVALID:  # larger than its buffer, which the library refuses
-                        large.append(place.number)
-                    elif code in DAMAGED:  # its reader finds it too short, and deletes it
-                        sizes[place.number] = 0
-                        self.counts["damaged"] += 1
-                    elif code not in MISSING:
-                        failed.append(code)
-                answered += sum(code >= 0 or code in DAMAGED for code in codes)
-                if failed and not answered:
-                    break  # an owner is gone or hangs: the rest would take as long
-            for number in large:
-                sizes[number] = self._get_large(names[number], into[number])
-        finally:
-            with self._lock:
-                self._reading -= 1
+        for places in self._placed([*first.values()], into):
+            codes = self._client.get(
+                self._keys(names[place.number] for place in places),
+                [place.address for place in places],
+                [place.size_bytes for place in places],
+            )
+            for place, code in zip(places, codes, strict=True):
+                if code >= 0:
+                    sizes[place.number] = _arrived(place, into[place.number], code)
+                elif code == INVALID:  # larger than its buffer, which the library refuses
+                    large.append(place.number)
+                elif code in DAMAGED:  # its reader finds it too short, and deletes it
+                    sizes[place.number] = 0
+                    self.counts["damaged"] += 1
+                elif code not in MISSING:
+                    failed.append(code)
+            answered += sum(code >= 0 or code in DAMAGED for code in codes)
+            if failed and not answered:
+                break  # an owner is gone or hangs: the rest would take as long
+        for number in large:
+            sizes[number] = self._get_large(names[number], into[number])
         self.counts["unreadable"] += len(failed)
         if failed and not answered:
             raise StorageError(
                 f"{self._where}: read 0 of {len(names)} objects: their owners do not answer ({failed[0]})"
             )
         for number, name in enumerate(names):
-            other = first.get(name, number)
+            other = first[name]
             size = sizes[other]
             if other != number and size is not None:
                 sizes[number] = self._copied(name, size, into[other], into[number])
@@ -133,17 +127,9 @@ class MooncakeStorage(Storage):
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
         check_batch(names, data)
         self._client.require_open()
-        first: dict[str, int] = {}
-        for number, name in enumerate(names):
-            first.setdefault(name, number)
-        with self._lock:
-            buried = [name for name in first if name in self._deleted]
-        self._remove(buried)
-        with self._lock:  # objects still under a lease cannot be stored anew: they are answered False
-            first = {name: number for name, number in first.items() if name not in self._deleted}
         failed, full = list[int](), 0
         sent: list[int] = []
-        for places in self._placed([*first.values()], data, filled=True):
+        for places in self._placed([*firsts(names).values()], data, filled=True):
             codes = self._client.put(
                 self._keys(names[place.number] for place in places),
                 [place.address for place in places],
@@ -171,14 +157,13 @@ class MooncakeStorage(Storage):
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         self._client.require_open()
-        unique = list(dict.fromkeys(names))
-        with self._lock:
-            gone = {name for name in unique if name in self._deleted}
-        removed = dict(zip(unique, self._remove(unique), strict=True))
-        answers = []
-        for name in names:
-            answers.append(removed.pop(name, False) and name not in gone)
-        return answers
+        unique = [*firsts(names)]
+        codes = dict(zip(unique, self._client.remove(self._keys(unique)), strict=True))
+        failed = [code for code in codes.values() if code < 0 and code not in MISSING]
+        self.counts["not removed"] += len(failed)
+        if failed and len(failed) == len(codes):
+            raise StorageError(f"{self._where}: deleted 0 of {len(codes)} objects ({failed[0]})")
+        return [codes.pop(name, NOT_FOUND) == 0 for name in names]
 
     def drop(self, group: str | None = None) -> int:
         """Remove all objects of one group, or of the label; returns how many there were."""
@@ -272,29 +257,6 @@ class MooncakeStorage(Storage):
             return again
         target[: min(size, len(target))] = source[: min(size, len(target))]
         return size
-
-    def _remove(self, names: Sequence[str]) -> list[bool]:
-        """Whether each existed. Objects under a lease are removed by force, unless a get is in flight here."""
-        if not names:
-            return []
-        codes = self._client.remove(self._keys(names), force=False)
-        held = [i for i, code in enumerate(codes) if code in HELD]
-        with self._lock:
-            if held and not self._reading:  # with the lock held, so that no get begins
-                for i, code in zip(
-                    held, self._client.remove(self._keys(names[i] for i in held), force=True), strict=True
-                ):
-                    codes[i] = code
-            for name, code in zip(names, codes, strict=True):
-                if code in HELD:
-                    self._deleted.add(name)
-                else:
-                    self._deleted.discard(name)
-        failed = [code for code in codes if code < 0 and code not in HELD | MISSING]
-        self.counts["not removed"] += len(failed)
-        if len(failed) == len(names):
-            raise StorageError(f"{self._where}: deleted 0 of {len(names)} objects ({failed[0]})")
-        return [code == 0 or code in HELD for code in codes]
 
 
 def _arrived(place: _Buffer, view: memoryview, size: int) -> int:

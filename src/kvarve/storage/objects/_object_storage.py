@@ -24,6 +24,7 @@ from kvarve.storage.base import (
     check_names,
     check_pieces,
     check_settings,
+    firsts,
     in_group,
 )
 from kvarve.storage.objects._bucket import NO_BUCKET, Bucket, Settings, code_of, key_of
@@ -96,7 +97,7 @@ class ObjectStorage(Storage):
         self._check(names)
         if self._settings.read_only:
             return [False] * len(names)
-        known, first = self._known.has(names), {name: i for i, name in reversed([*enumerate(names)])}
+        known, first = self._known.has(names), firsts(names)
 
         def write(batch: Batch[bool | None], i: int) -> bool:
             name = names[i]
@@ -117,7 +118,7 @@ class ObjectStorage(Storage):
             self._described = True
             about = json.dumps({"description": self.description}).encode()
             self._calls.apart(lambda: self._send(f"{self._root}/about.json", about))
-        stored = self._all(sorted(first.values()), write)
+        stored = self._all([*first.values()], write)
         return [bool(stored[first[name]]) for name in names]
 
     def delete(self, names: Sequence[str]) -> list[bool]:
@@ -130,8 +131,7 @@ class ObjectStorage(Storage):
                 self._obstore.delete(self._store, key_of(names[i], self._root))
             return True
 
-        first = {name: i for i, name in reversed([*enumerate(names)])}
-        removed = self._all(sorted(first.values()), remove)
+        removed = self._all([*firsts(names).values()], remove)
         return [bool(removed.get(i)) for i in range(len(names))]
 
     def drop(self, group: str | None = None) -> int:
