@@ -5,6 +5,7 @@ alone, since the library makes a new string of every payload (docs/decisions/001
 failed is closed: answers that were still to come would be taken for those of later commands.
 """
 
+import io
 import re
 import socket
 import ssl
@@ -15,7 +16,7 @@ from math import inf
 
 from kvarve.errors import StorageError
 
-_LINES_BYTES = 16 << 10  # read ahead: short answers, and at most so much of a payload
+_LINES_BYTES = 16 << 10  # read ahead: short answers, and the beginning of a payload
 _LONGEST_LINE = 64 << 10
 _LONGEST_TEXT = 1 << 20
 _NUMBER = re.compile(rb"-?[0-9]{1,19}")
@@ -37,31 +38,55 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
+class _Late(StorageError):
+    """Nothing has come in time."""
+
+
+class _Source(io.RawIOBase):
+    """What comes from a socket, until a moment. StorageError: nothing more does."""
+
+    def __init__(self, link: socket.socket, where: str) -> None:
+        self._link, self._where, self.until = link, where, inf
+
+    def arm(self) -> None:
+        """Have the next call of the socket end by then; when that is past, it takes what there is."""
+        self._link.settimeout(min(max(0.0, self.until - time.monotonic()), 1e6))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, view: memoryview) -> int:  # type: ignore[override]
+        try:
+            self.arm()
+            if count := self._link.recv_into(view):
+                return count
+        except (TimeoutError, BlockingIOError, ssl.SSLWantReadError):
+            raise _Late(f"{self._where}: no answer in time") from None
+        except OSError as error:
+            raise StorageError(f"{self._where}: {error.strerror or error}") from None
+        raise StorageError(f"{self._where}: the server has hung up")
+
+
 class Wire:
     """Used by one thread at a time. StorageError: the server is gone, late or no Redis, and the wire of no more use."""
 
     def __init__(self, link: socket.socket, where: str) -> None:
-        self._link, self._where = link, where
-        self._buffer = bytearray(_LINES_BYTES)
-        self._lines = memoryview(self._buffer)
-        self._start = self._end = 0  # what was read ahead
-        self._until = inf
+        self._link, self._where, self._source = link, where, _Source(link, where)
+        self._reader = io.BufferedReader(self._source, _LINES_BYTES)  # past which payloads go
         self.closed = False
 
     def wait_for(self, seconds: float) -> None:
         """From now on all that is sent and read has to be over in `seconds`."""
-        self._until = time.monotonic() + seconds
+        self._source.until = time.monotonic() + seconds
 
     def is_fresh(self) -> bool:
         """Whether the server has neither hung up nor said what was not asked for."""
-        if self.closed or self._start < self._end:
-            return False
+        self.wait_for(0.0)
         try:
-            self._link.settimeout(0.0)
-            self._link.recv(1)
-        except (BlockingIOError, ssl.SSLWantReadError):  # nothing to read
-            return True
-        except OSError:
+            self._reader.peek()
+        except _Late:  # nothing to read
+            return not self.closed
+        except StorageError:
             pass
         return False
 
@@ -89,11 +114,11 @@ class Wire:
                     self._send_all(piece)
             self._send_all(small)
         except OSError as error:
-            raise self._lost(error) from None
+            raise StorageError(f"{self._where}: {error.strerror or error}") from None
 
     def _send_all(self, piece: bytearray | bytes | memoryview) -> None:
         if piece:
-            self._arm()
+            self._source.arm()
             self._link.sendall(piece)
 
     # --- in
@@ -115,8 +140,8 @@ class Wire:
         if not 0 <= size <= _LONGEST_TEXT:
             raise StorageError(f"{self._where}: no Redis answers there: a text of {size} bytes")
         data = memoryview(bytearray(size))
-        self._into(data)
-        self._skip(2)
+        self._reader.readinto(data)
+        self._reader.read(2)
         return bytes(data)
 
     def page(self) -> tuple[bytes, list[bytes]]:
@@ -134,12 +159,12 @@ class Wire:
         size = self._told(b"$")
         if size < 0:
             return None
-        self._into(into[:size])
+        self._reader.readinto(into[:size])
         rest = max(0, size - into.nbytes)
         if rest > _MOST_SKIPPED:
             self.close()
         else:
-            self._skip(rest + 2)
+            self._reader.read(rest + 2)
         return size
 
     def _told(self, kind: bytes) -> int:
@@ -154,57 +179,7 @@ class Wire:
         return StorageError(f"{self._where}: no Redis answers there: {line[:40]!r}")
 
     def _line(self) -> bytes:
-        read = b""
-        while True:
-            at = self._buffer.find(b"\r\n", self._start, self._end)
-            if at >= 0 and not read:
-                line = bytes(self._lines[self._start : at])
-                self._start = at + 2
-                return line
-            read += bytes(self._lines[self._start : self._end])
-            self._start = self._end = 0
-            line, found, rest = read.partition(b"\r\n")
-            if found:
-                self._lines[: len(rest)] = rest
-                self._end = len(rest)
-                return line
-            if len(read) > _LONGEST_LINE:
-                raise StorageError(f"{self._where}: no Redis answers there: a line does not end")
-            self._end = self._receive(self._lines)
-
-    def _into(self, view: memoryview) -> None:
-        """Fill a buffer: first from what was read ahead, the rest by the system itself."""
-        ahead = min(self._end - self._start, view.nbytes)
-        view[:ahead] = self._lines[self._start : self._start + ahead]
-        self._start += ahead
-        while ahead < view.nbytes:
-            ahead += self._receive(view[ahead:])
-
-    def _skip(self, count: int) -> None:
-        while count:
-            if self._start == self._end:
-                self._start, self._end = 0, self._receive(self._lines)
-            here = min(count, self._end - self._start)
-            self._start += here
-            count -= here
-
-    def _receive(self, view: memoryview) -> int:
-        try:
-            self._arm()
-            count = self._link.recv_into(view)
-        except OSError as error:
-            raise self._lost(error) from None
-        if not count:
-            raise self._lost(ConnectionResetError("the server has hung up"))
-        return count
-
-    # --- trouble
-
-    def _arm(self) -> None:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("no answer in time")
-        self._link.settimeout(min(left, 1e6))
-
-    def _lost(self, error: OSError) -> StorageError:
-        return StorageError(f"{self._where}: {error.strerror or error}")
+        line = self._reader.readline(_LONGEST_LINE)
+        if not line.endswith(b"\r\n"):
+            raise StorageError(f"{self._where}: no Redis answers there: a line does not end")
+        return line[:-2]
