@@ -278,35 +278,21 @@ class Index:
         else:
             for row, name in zip(rows, names, strict=True):
                 slab.names[row] = name
-        # An object stored anew in another row may be read there before its old row is read as free. The older of two
-        # may also be an entry that a power cut brought back, whose slot another object has overwritten. All processes
-        # keep the same one, however they come to read of the two: else each frees what the other keeps.
-        newer: dict[str, int] = {}
-        for name, row in zip(names, rows, strict=True):
-            if name in self.entries:
-                there, at = self.place(name)
-                if there.stored_at(at) > slab.stored_at(row):
-                    newer[name] = self.entries[name]
-                else:
-                    self._give_up(there, at)
-        before = len(self.entries)
-        # In one update, as there may be a million.
-        self.entries.update(zip(names, (np.array(rows) + (slab.number << 32)).tolist(), strict=True))
-        self.entries.update(newer)
         self.bytes += int(slab.length[rows].sum())
         if self.limits.quota_bytes is not None:
             for row in rows:
                 self._count_group(slab, row, 1)
-        if len(self.entries) < before + len(rows):
-            for row, name in zip(rows, names, strict=True):
+        # An object stored anew in another row may be read there before its old row is read as free. The older of two
+        # may also be an entry that a power cut brought back, whose slot another object has overwritten. All processes
+        # keep the same one, however they come to read of the two: else each frees what the other keeps.
+        for name, row, here in zip(names, rows, (np.array(rows) + (slab.number << 32)).tolist(), strict=True):
+            if self.entries.setdefault(name, here) != here:
                 there, at = self.place(name)
-                if (there is slab and at == row) or slab.state[row] == DUPLICATE:
-                    continue
-                if slab.stored_at(row) > there.stored_at(at):
-                    self._give_up(there, at)
-                    self.entries[name] = slab.number << 32 | row
-                else:
+                if there.stored_at(at) > slab.stored_at(row):
                     self._give_up(slab, row)
+                else:
+                    self._give_up(there, at)
+                    self.entries[name] = here
 
     def _give_up(self, slab: Slab, row: int) -> None:
         """Drop a row whose name another row has: two processes may have stored the object at once, and one died before
