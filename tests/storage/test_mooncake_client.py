@@ -333,7 +333,7 @@ def test_what_a_url_leaves_out_comes_from_the_variables_then_the_file(read: Read
         ("mooncake://master/path", "no path"),
         ("mooncake://master:99999", "must be host:port"),
         ("mooncake://master?replicas=0", "replicas"),
-        ("mooncake://master?soft_pin=maybe", "true or false"),
+        ("mooncake://master?soft_pin=maybe", "must be yes or no"),
         ("mooncake://master?segment=big", "cannot be read as a size"),
         ("mooncake://master?metrics=a/b", "must be host:port"),
         ("mooncake://master?capacity=1GiB", "unknown parameter 'capacity'"),

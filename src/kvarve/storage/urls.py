@@ -34,7 +34,7 @@ COMPRESS = ("no", "zstd", "lz4", "auto")  # a parameter of every URL, as records
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _TIME = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", re.ASCII)
 _PLACE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\[\]:/@\s]+)(?::([0-9]{1,5}))?")
-_YES, _NO = ("yes", "true"), ("no", "false")
+_YES, _NO = ("yes", "true", "1"), ("no", "false", "0")
 _ENCODED = re.compile(r"([?&][^=&]*=[^&]*?(?:/|%2F){2})[^&]*%40", re.IGNORECASE)  # a URL in a parameter, with an @
 _SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|auth|sig|(?:access|account)_?key)[^=&]*=)[^&]*", re.IGNORECASE)
 
@@ -90,11 +90,15 @@ class StorageUrl:
 
     def seconds(self, parameter: str) -> float | None:
         """The time that `parameter` gives, such as 90s, 30m, 12h, 7d or 2w; None if it is not there."""
-        written = self.parameters.get(parameter)
+        if parameter not in self.parameters:
+            return None
         try:
-            return None if written is None else parse_time(written)
+            seconds = parse_time(self.parameters[parameter])
         except ConfigError as error:
             raise ConfigError(f"{self.text}: {parameter}={error}") from None
+        if not seconds:
+            raise ConfigError(f"{self.text}: {parameter} must be above zero, such as 7d")
+        return seconds
 
     def yes(self, parameter: str, *, default: bool) -> bool:
         written = self.parameters.get(parameter, "yes" if default else "no")
@@ -102,10 +106,10 @@ class StorageUrl:
             raise ConfigError(f"{self.text}: {parameter}={written} must be yes or no")
         return written in _YES
 
-    def whole_number(self, parameter: str) -> int:
-        written = self.parameters[parameter]
-        if not written.isascii() or not written.isdigit() or len(written) > 4:
-            raise ConfigError(f"{self.text}: {parameter}={written} must be a number from 1 to 9999")
+    def whole_number(self, parameter: str, default: int = 0, *, most: int = 9999) -> int:
+        written = self.parameters.get(parameter, str(default))
+        if not re.fullmatch("[0-9]{1,4}", written) or not 1 <= int(written) <= most:
+            raise ConfigError(f"{self.text}: {parameter} must be a number from 1 to {most}, got {written!r}")
         return int(written)
 
 

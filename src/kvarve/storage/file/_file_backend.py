@@ -41,7 +41,7 @@ def file_settings(url: StorageUrl) -> FileSettings:
         url.seconds("ttl"),
         url.size_bytes("quota") if "quota" in given else None,
         given.get("eviction", "lru"),
-        url.whole_number("threads") if "threads" in given else DEFAULT_THREADS,
+        url.whole_number("threads", DEFAULT_THREADS),
         url.yes("durable", default=True),
         url.yes("shared", default=False),
         url.yes("read_only", default=False),

@@ -74,9 +74,7 @@ def read_settings(url: StorageUrl) -> Settings:
     engine = given.get("engine", "auto")
     if engine not in _ENGINES:
         raise ConfigError(f"{url.text}: engine must be {', '.join(_ENGINES[:-1])} or {_ENGINES[-1]}, not {engine!r}")
-    threads = url.whole_number("threads") if "threads" in given else 8
-    if not 1 <= threads <= 256:
-        raise ConfigError(f"{url.text}: threads must be a number from 1 to 256")
+    threads = url.whole_number("threads", 8, most=256)
     if "metadata" in given:
         map_settings(given["metadata"])
     quota_bytes, metadata = url.size_bytes("quota") if "quota" in given else None, given.get("metadata")

@@ -71,9 +71,6 @@ def read_settings(url: StorageUrl, environ: Mapping[str, str] = os.environ) -> S
     if "segment" in found:
         size = parse_size if sources["segment"] == text else _their_size
         segment_bytes = size(found["segment"])
-    replicas = parameters.get("replicas", "1")
-    if not re.fullmatch("[1-9][0-9]?", replicas):
-        raise ConfigError(f"{text}: replicas must be a number from 1 to 99, not {replicas!r}")
     settings = Settings(
         master,
         found.get("protocol", "tcp").lower(),
@@ -81,9 +78,9 @@ def read_settings(url: StorageUrl, environ: Mapping[str, str] = os.environ) -> S
         segment_bytes,
         found.get("metadata", "P2PHANDSHAKE"),
         found.get("hostname", ""),
-        int(replicas),
-        _flag(text, parameters, "soft_pin"),
-        _flag(text, parameters, "hard_pin"),
+        url.whole_number("replicas", 1, most=99),
+        url.yes("soft_pin", default=False),
+        url.yes("hard_pin", default=False),
         _with_port(parameters.get("metrics", host), METRICS_PORT, text),
     )
     if importlib.util.find_spec("mooncake") is None:
@@ -116,10 +113,3 @@ def _their_size(text: str) -> int:
         return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
     except (AssertionError, ValueError):
         raise ConfigError(f"MOONCAKE_GLOBAL_SEGMENT_SIZE must be a size, such as 4gb, got {text!r}") from None
-
-
-def _flag(text: str, parameters: Mapping[str, str], name: str) -> bool:
-    value = parameters.get(name, "false").lower()
-    if value not in ("true", "false", "1", "0", "yes", "no"):
-        raise ConfigError(f"{text}: {name} must be true or false, not {value!r}")
-    return value in ("true", "1", "yes")

@@ -91,12 +91,6 @@ def read_settings(url: StorageUrl, environ: Mapping[str, str] = os.environ) -> S
     endpoint = given.get("endpoint") or next((environ[name] for name in _ENDPOINTS if environ.get(name)), None)
     if endpoint is not None and (url.scheme == "s3" or "endpoint" in given):
         config["endpoint"] = _endpoint(endpoint, text)
-    threads = url.whole_number("threads") if "threads" in given else Settings.threads
-    if not 1 <= threads <= 256:
-        raise ConfigError(f"{text}: threads must be from 1 to 256, got {threads}")
-    ttl_s = url.seconds("ttl")
-    if ttl_s == 0:
-        raise ConfigError(f"{text}: ttl must be above zero, such as 7d")
     tls_ca = given.get("tls_ca")
     if tls_ca is not None and not Path(tls_ca).is_absolute():
         raise ConfigError(f"{text}: tls_ca must be the absolute path of a file, got {tls_ca!r}")
@@ -104,9 +98,9 @@ def read_settings(url: StorageUrl, environ: Mapping[str, str] = os.environ) -> S
         url.scheme,
         url.place,
         prefix,
-        threads,
+        url.whole_number("threads", Settings.threads, most=256),
         url.yes("read_only", default=False),
-        ttl_s,
+        url.seconds("ttl"),
         url.size_bytes("capacity") if "capacity" in given else None,
         given.get("profile"),
         tls_ca,

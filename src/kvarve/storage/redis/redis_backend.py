@@ -31,9 +31,7 @@ class RedisBackend(Backend):
 def read_settings(url: StorageUrl) -> Settings:
     """ConfigError: what is wrong with the URL."""
     given, tls = url.parameters, url.scheme == "rediss"
-    cluster = given.get("cluster", "no")
-    if cluster not in ("yes", "no"):
-        raise ConfigError(f"{url.text}: cluster must be yes or no, not {cluster!r}")
+    cluster = url.yes("cluster", default=False)
     if (wrong := next((name for name in _TLS if name in given), None)) and not tls:
         raise ConfigError(f"{url.text}: {wrong} needs rediss://, which encrypts")
     user, file = given.get("user", url.user), given.get("password_file")
@@ -41,9 +39,6 @@ def read_settings(url: StorageUrl) -> Settings:
         raise ConfigError(f"{url.text}: a user needs a password, as in redis://user:password@host, or a password_file")
     if file is not None and (url.password is not None or not Path(file).is_absolute()):
         raise ConfigError(f"{url.text}: password_file must be the absolute path of a file, and the only password")
-    ttl_s = url.seconds("ttl")
-    if ttl_s == 0:
-        raise ConfigError(f"{url.text}: ttl must be above zero, such as 7d")
     host, port, socket, database = "", 6379, "", 0
     if url.place:
         (host, port), number = host_and_port(url.place, port, url.text), url.path.removeprefix("/") or "0"
@@ -54,7 +49,7 @@ def read_settings(url: StorageUrl) -> Settings:
         socket = url.path
     else:
         raise ConfigError(f"{url.text}: it must say where the server is, as in {RedisBackend.example}")
-    if cluster == "yes" and (database or socket):
+    if cluster and (database or socket):
         raise ConfigError(f"{url.text}: a cluster must have a host, and no database but 0")
     return Settings(
         f"{url.scheme}://{url.place or socket}",
@@ -65,10 +60,10 @@ def read_settings(url: StorageUrl) -> Settings:
         user,
         url.password,
         file,
-        cluster == "yes",
+        cluster,
         tls,
         given.get("tls_ca"),
         given.get("tls_cert"),
         given.get("tls_key"),
-        ttl_s,
+        url.seconds("ttl"),
     )
