@@ -18,20 +18,21 @@ from kvarve.storage.base import (
 from kvarve.storage.urls import Backend, StorageUrl
 
 
-class _Region:
+class _Region(LruIndex):
     """The bytes themselves; any number of open storages may share one."""
 
     def __init__(self, label: bytes, description: str) -> None:
+        super().__init__(0)
         self.owner = (label, description)
         self.lock = threading.Lock()
-        self.index = LruIndex(0)
         self.objects: dict[str, bytes] = {}
 
+    def drop(self, name: str) -> bool:
+        self.objects.pop(name, None)
+        return super().drop(name)
+
     def evict(self, victims: Sequence[str]) -> None:
-        for victim in victims:
-            self.index.drop(victim)
-            del self.objects[victim]
-            self.index.evicted += 1
+        self.evicted += sum(map(self.drop, victims))
 
 
 _named: dict[str, _Region] = {}
@@ -63,8 +64,8 @@ class MemoryStorage(Storage):
             fresh = _Region(label, description)
             region = fresh if name is None else _named.setdefault(name, fresh)
         with region.lock:
-            region.index.capacity_bytes = capacity_bytes
-            region.evict(region.index.victims(0) or [])
+            region.capacity_bytes = capacity_bytes
+            region.evict(region.victims(0) or [])
         self._region: _Region | None = region
 
     @contextmanager
@@ -84,7 +85,7 @@ class MemoryStorage(Storage):
         check_batch(names, into)
         with self._locked() as region:
             found = [region.objects.get(name) for name in names]
-            region.index.touch(names)
+            region.touch(names)
         for data, view in zip(found, into, strict=True):
             if data is not None:
                 count = min(len(data), view.nbytes)
@@ -98,46 +99,39 @@ class MemoryStorage(Storage):
         with self._locked() as region:
             for name, view in zip(names, data, strict=True):
                 if name not in region.objects:
-                    victims = region.index.victims(view.nbytes, mine)
+                    victims = region.victims(view.nbytes, mine)
                     if victims is None:
                         stored.append(False)
                         continue
                     region.evict(victims)
                     region.objects[name] = bytes(view)
-                    region.index.add(name, view.nbytes)
+                    region.add(name, view.nbytes)
                 mine[name] = None
                 stored.append(True)
-            region.index.touch(list(mine))
+            region.touch(list(mine))
         return stored
 
     def touch(self, names: Sequence[str]) -> None:
         check_names(names)
         with self._locked() as region:
-            region.index.touch(names)
+            region.touch(names)
 
     def delete(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         with self._locked() as region:
-            return _deleted(region, names)
+            return [*map(region.drop, names)]
 
     def drop(self, group: str | None = None) -> int:
         check_names([] if group is None else [group])
         with self._locked() as region:
-            return sum(_deleted(region, [name for name in region.objects if in_group(name, group)]))
+            return sum(map(region.drop, [name for name in region.objects if in_group(name, group)]))
 
     def usage(self) -> StorageUsage:
         with self._locked() as region:
-            return region.index.usage()
+            return region.usage()
 
     def close(self) -> None:
         self._region = None
-
-
-def _deleted(region: _Region, names: Sequence[str]) -> list[bool]:
-    """With the region's lock held: remove each object; True where there was one."""
-    for name in names:
-        region.objects.pop(name, None)
-    return [region.index.drop(name) for name in names]
 
 
 class MemoryBackend(Backend):
