@@ -308,7 +308,7 @@ def test_a_storage_of_ones_own_is_left_as_it_was(
     verify("lfm2", "--storage", f"file://{store}?capacity=64MiB")
     assert verify.wrong() == set()
     assert verify.report["paths"][-1]["resumed"]["storage"] > 0
-    (model,) = maintenance.models(store)
+    (model,) = maintenance.contents(store).models
     with maintenance.inspect(store, model) as inspection:
         assert inspection.objects() == []
 

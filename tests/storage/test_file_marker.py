@@ -146,7 +146,7 @@ def test_a_store_of_another_version_is_refused_and_not_taken_for_a_damaged_one(f
     for call in (
         lambda: open_storage(url, label=LABEL, description="model A", answers=False),
         lambda: check_folder(Wanted(filled, MIB, LABEL, "model A"), WithoutSync()),
-        lambda: maintenance.models(filled),
+        lambda: maintenance.contents(filled).models,
     ):
         with pytest.raises(StorageError, match=f"another version .*{version}.*empty this folder or give another") as it:
             call()

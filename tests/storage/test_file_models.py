@@ -196,7 +196,7 @@ def test_the_capacity_of_a_process_that_has_died_binds_no_other(opened):
 def test_maintenance_needs_to_know_no_capacity(opened, folder):
     storage = opened(CAPACITY)
     put(storage, **{"aaaa-1": b"1"})
-    (model,) = maintenance.models(folder)
+    (model,) = maintenance.contents(folder).models
     with maintenance.opened(folder, model) as beside:
         assert beside.collect()["expired"] == 0
         with pytest.raises(StorageError, match="not 1 MiB"):
@@ -227,7 +227,7 @@ def test_a_store_on_a_full_disk_still_opens_and_is_not_shrunk(opened, folder):
     with pytest.raises(StorageError, match="is open with a capacity"):
         opened(64 << 10)
     storage.close()
-    (model,) = maintenance.models(folder)
+    (model,) = maintenance.contents(folder).models
     with maintenance.opened(folder, model):  # it has the number, and takes no capacity
         opened(MIB).close()
     assert there(opened(64 << 10, disk=Full()), "a") == "a"

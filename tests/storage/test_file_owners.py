@@ -104,7 +104,7 @@ def test_a_link_that_takes_the_place_of_the_folder_in_the_middle_of_a_put_gets_n
 def test_a_tree_of_another_user_may_be_read_and_is_not_changed(opened, folder, tmp_path):
     filled(opened, folder)
     (tmp_path / "empty").mkdir()
-    before, (model,) = everything(folder), maintenance.models(folder)
+    before, (model,) = everything(folder), maintenance.contents(folder).models
     for call in (
         lambda: opened(disk=AnotherUser()),
         lambda: opened(1 << 62, for_maintenance=True, disk=AnotherUser()),

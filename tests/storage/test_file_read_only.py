@@ -107,7 +107,7 @@ def test_looking_holds_no_file_open_afterwards(store_of_two):
 
 
 def test_a_slab_that_is_removed_during_a_check_is_no_damage(store_of_two):
-    (model,) = (each for each in maintenance.models(store_of_two) if each.label == LABEL)
+    (model,) = (each for each in maintenance.contents(store_of_two).models if each.label == LABEL)
     with maintenance.inspect(store_of_two, model) as inspection:
         storage = opened(store_of_two, capacity=MIB)
         assert inspect_files.remove(storage)
@@ -126,7 +126,7 @@ def test_an_entry_that_is_written_during_a_check_is_no_damage(store_of_two, monk
             table(store_of_two).write_bytes(whole)
 
     monkeypatch.setattr("kvarve.storage.file.maintenance.time.sleep", sleep)
-    (model,) = (each for each in maintenance.models(store_of_two) if each.label == LABEL)
+    (model,) = (each for each in maintenance.contents(store_of_two).models if each.label == LABEL)
     with maintenance.inspect(store_of_two, model) as inspection:
         assert inspection.lost == []
         assert len(inspection.objects()) == 14
@@ -259,7 +259,7 @@ def test_what_a_model_calls_itself_cannot_play_with_the_terminal(store_of_two, c
 
 def test_a_store_can_be_read_while_another_process_stores_and_evicts(tmp_path):
     storage, known, seen = opened(tmp_path / "store"), list[Page](), 0
-    (model,) = maintenance.models(tmp_path / "store")
+    (model,) = maintenance.contents(tmp_path / "store").models
     for turn in range(8):
         known += pages("full", *range(9 * turn, 9 * turn + 9)) + pages("state", turn)
         assert all(store(storage, known[-10:]))
@@ -280,7 +280,7 @@ def test_a_store_can_be_read_while_another_process_stores_and_evicts(tmp_path):
     [("slab-000000.table", errno.EIO), ("slab-000000", errno.EACCES), ("slab-000000", errno.EIO), ("clock", errno.EIO)],
 )
 def test_a_file_that_cannot_be_read_costs_a_check_that_file_alone(store_of_two, name, error):
-    (model,) = (each for each in maintenance.models(store_of_two) if each.label == LABEL)
+    (model,) = (each for each in maintenance.contents(store_of_two).models if each.label == LABEL)
     disk = Rigged()
     disk.refuse(error, "open" if error == errno.EACCES else "peek", name=name)
     with maintenance.inspect(store_of_two, model, disk) as inspection:

@@ -23,20 +23,20 @@ def storage(folder: Path) -> Iterator[FileStorage]:
 
 def test_a_folder_that_is_no_store_has_no_models_to_tell_of(folder):
     with pytest.raises(StorageError, match="no such folder"):
-        maintenance.models(folder)
+        maintenance.contents(folder)
     folder.mkdir()
     with pytest.raises(StorageError, match="there is no kvarve storage in it"):
-        maintenance.models(folder)
+        maintenance.contents(folder)
     assert [*folder.iterdir()] == []
     (folder / "thesis.tex").write_text("precious")
     with pytest.raises(StorageError, match="not a kvarve storage folder"):
-        maintenance.models(folder)
+        maintenance.contents(folder)
 
 
 def test_what_lies_in_a_store_is_listed_by_its_last_use(storage, folder):
     put(storage, **{"aaaa-1": b"first", "bbbb-1": bytes(5000), "loner": b""})
     get(storage, "bbbb-1")
-    (model,) = maintenance.models(folder)
+    (model,) = maintenance.contents(folder).models
     with maintenance.inspect(folder, model) as inspection:
         listed = inspection.objects()
     assert [(each.name, each.group, each.slot_bytes, each.size_bytes, each.uses) for each in listed] == [
@@ -61,7 +61,7 @@ def test_verify_reads_everything_and_tells_what_is_damaged_or_cannot_be_read(sto
                 raise trouble()
             return super().read(file, into, at)
 
-    heard, (model,) = [], maintenance.models(folder)
+    heard, (model,) = [], maintenance.contents(folder).models
     with maintenance.inspect(folder, model, OneBadPlace()) as inspection:
         read, damaged = inspection.verify(
             lambda name, data: data == bytes([int(name[5:])]) * 5000, lambda *far: heard.append(far)
@@ -76,7 +76,7 @@ def test_gc_frees_damaged_slabs_and_nothing_else(folder, storage):
     damaged = inspect_files.place(storage, "a")
     storage.close()
     damaged.table.write_bytes(bytes(damaged.table.stat().st_size))
-    (model,) = maintenance.models(folder)
+    (model,) = maintenance.contents(folder).models
     with maintenance.opened(folder, model) as beside:
         assert damaged.path.exists() and beside.usage().lost == 1
         assert beside.collect() == {"expired": 0, "damaged_bytes": damaged.shape.bytes}

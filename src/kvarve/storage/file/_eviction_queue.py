@@ -52,16 +52,13 @@ class Victim:
         return (slab, row) if now == (self.generation, self.used, self.uses) else None
 
 
+@dataclass
 class EvictionQueue:
     """The next victims, in order. `first_used_ns`: when the first was used; `useful`: one was still current."""
 
-    def __init__(self, victims: Iterator[Victim], first_used_ns: int | None) -> None:
-        self._victims, self.first_used_ns = victims, first_used_ns
-        self.useful = False
-
-    def pop(self) -> Victim | None:
-        """The next victim; None if there are no more."""
-        return next(self._victims, None)
+    victims: Iterator[Victim]
+    first_used_ns: int | None
+    useful: bool = False
 
 
 def coldest(slabs: Iterable[Slab], order: str, group: int | None = None) -> EvictionQueue:

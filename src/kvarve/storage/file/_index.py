@@ -6,9 +6,10 @@ processes leave them alone, changes the columns, publishes, and lets go. No obje
 
 import itertools
 import logging
+import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ DEFAULT_THREADS = 4
 _HELD = nullcontext()  # the caller holds the lock
 SECOND_NS = 1_000_000_000
 _ROW = (1 << 32) - 1
+_LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing
 _NEAR = 256  # rows: one read of a gap this long takes less time than a second read
 
 
@@ -113,8 +115,10 @@ def _adjacent(rows: Iterable[int], gap: int = 0) -> Iterator[tuple[int, int]]:
 
 
 class Index:
-    def __init__(self, folder: Folder, limits: Limits) -> None:
-        self.disk, self.folder, self.limits = folder.disk, folder, limits
+    """`tell`: hears what is lost, in words for people."""
+
+    def __init__(self, folder: Folder, limits: Limits, tell: Callable[[str], None] = log.warning) -> None:
+        self.disk, self.folder, self.limits, self._tell = folder.disk, folder, limits, tell
         self.owner = owner_of(folder.wanted.label)
         self.changes = Changes(self.disk, folder.open(CHANGES), folder.directory)
         self.clock = Clock(self.disk, folder.open(CLOCK))
@@ -515,8 +519,7 @@ class Index:
     def _say_lost(self, slab: Slab, entries: int) -> None:
         if entries:
             self.lost += entries
-            told = slab.path, entries, slab.shape.slots
-            log.warning("%s: %d of its %d entries are damaged: their objects are lost", *told)
+            self._tell(f"{slab.path}: {entries} of its {slab.shape.slots} entries are damaged: their objects are lost")
 
     def say_damaged(self, number: int, why: object) -> None:
         """A slab cannot be used; said and counted once."""
@@ -527,8 +530,8 @@ class Index:
         with suppress(OSError):
             objects = Slab.count_of_stored(self.disk, folder, number)
         self.lost += max(1, objects)
-        told = folder.path / slab_name(number), why, objects
-        log.warning("%s is damaged and not used, until its space is needed: %s; %d objects are lost", *told)
+        path = folder.path / slab_name(number)
+        self._tell(f"{path} is damaged and not used, until its space is needed: {why}; {objects} objects are lost")
 
     def old(self, slabs: Iterable[Slab], now_ns: int) -> list[RowAddress]:
         """The expired objects of these slabs. No lock is needed, as `expire` checks again."""
@@ -658,25 +661,29 @@ class Index:
             slab = self._found(number, whole=whole, repair=False)
             if slab is not None:
                 self.slabs[number] = slab
-                self._read(slab, 0, slab.shape.slots)
-                self._say_lost(slab, int((slab.state == BROKEN).sum()))
+                for look in range(_LOOKS):
+                    time.sleep(_PAUSE_S if look else 0)
+                    self._read(slab, 0, slab.shape.slots)
+                    if not (broken := int((slab.state == BROKEN).sum())):
+                        break
+                self._say_lost(slab, broken)
 
     def _say_without_tables(self) -> None:
         with suppress(OSError):
-            if told := without_tables(self.disk, self.folder.model):
-                log.warning("%s", told)
+            if self.folder.alone() and (told := without_tables(self.disk, self.folder.model)):
+                self._tell(told)
 
     def _found(self, number: int, *, whole: bool, repair: bool) -> Slab | None:
         """A slab on disk; None, and it is said, if it cannot be used."""
         try:
             return self._opened(number, alone=repair)
         except Broken as why:
-            if whole:
+            if whole and number in slab_numbers(self.disk, self.folder.model):  # else a process has removed it
                 self.say_damaged(number, why)
         except OSError as error:
             self.lost += 1
             self._unopened.add(number)
-            log.warning("%s is not used: %s", self.folder.model.path / slab_name(number), error)
+            self._tell(f"{self.folder.model.path / slab_name(number)} is not used: {error}")
         return None
 
     def _opened(self, number: int, *, alone: bool = False) -> Slab:

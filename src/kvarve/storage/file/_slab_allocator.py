@@ -122,8 +122,8 @@ class SlabAllocator:
     def _evict(self, put: Put, of: int | str) -> RowAddress | None:
         """Seize and evict the next victim of a slot class or of a group, with the lock held; None if victims have to be
         chosen first."""
-        index, queue = self._index, self._queues.get(of)
-        while queue is not None and (victim := queue.pop()) is not None:
+        index, queue = self._index, self._queues.get(of) or EvictionQueue(iter(()), None)
+        for victim in queue.victims:
             place = victim.place(index.slabs)
             if place is None or place[0].number << 32 | place[1] in put.kept:
                 continue

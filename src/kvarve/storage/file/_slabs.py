@@ -37,11 +37,10 @@ from kvarve.storage.file._table import (
     are_states,
     count_of_stored,
     read_entries,
-    read_header,
     write_entries,
 )
 from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, is_aligned, move_all
-from kvarve.storage.file.folder import TABLE, slab_name, slab_numbers
+from kvarve.storage.file.folder import TABLE, headers, slab_name, slab_numbers
 from kvarve.system.background import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -151,10 +150,8 @@ class Slab:
                 files.append(disk.open(folder, each, read_only=read_only))
             table, slots = files
             size_bytes = disk.size(table)
-            places = (0, max(0, size_bytes - ENTRY_BYTES))
-            headers = filter(None, (read_header(disk.peek(table, ENTRY_BYTES, at)) for at in places))
-            fitting = (each for each in headers if each.owner == owner and each.shape.table_bytes == size_bytes)
-            if (header := next(fitting, None)) is None:
+            found = (it for it in headers(disk, table) if (it.owner, it.shape.table_bytes) == (owner, size_bytes))
+            if (header := next(found, None)) is None:
                 raise Broken(f"neither header of its table, which has {size_bytes} bytes, is as it was written")
             shape = header.shape
             if alone and disk.size(slots) != shape.slots_bytes:

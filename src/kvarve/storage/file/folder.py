@@ -32,6 +32,7 @@ from kvarve.storage.base import LABEL_MAX_BYTES, Damaged, check_owner, check_set
 from kvarve.storage.file._clock import CLOCK
 from kvarve.storage.file._processes import (
     PROCESSES,
+    Seen,
     is_locked,
     leave,
     process_name,
@@ -40,8 +41,8 @@ from kvarve.storage.file._processes import (
     seen,
     take,
 )
-from kvarve.storage.file._table import ENTRY_BYTES, FORMAT, SLAB_BYTES, owner_of, read_header
-from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, objection
+from kvarve.storage.file._table import ENTRY_BYTES, FORMAT, SLAB_BYTES, Header, owner_of, read_header
+from kvarve.storage.file.disk import BROKEN_MEDIUM, UNREADABLE, Directory, Disk, NotOurs, move_all, objection
 from kvarve.storage.file.marker import MARKER, MARKER_BYTES, problem_in, written
 
 log = logging.getLogger(__name__)
@@ -270,15 +271,19 @@ def _has_tables(disk: Disk, root: Directory) -> bool:
     return False
 
 
+def headers(disk: Disk, table: int) -> Iterator[Header]:
+    """Those of the two headers of a table that are intact."""
+    places = (0, max(0, disk.size(table) - ENTRY_BYTES))
+    return filter(None, (read_header(disk.peek(table, ENTRY_BYTES, at)) for at in places))
+
+
 def owners_in(disk: Disk, folder: Directory) -> Iterator[int]:
     """The ids of models in the headers of tables, of each table that has an intact one."""
     for name in disk.files(folder):
         if name.endswith(TABLE) and slab_file(name):
             with suppress(OSError):
                 with disk.reading(folder, name) as file:
-                    places = (0, max(0, disk.size(file) - ENTRY_BYTES))
-                    read = (read_header(disk.peek(file, ENTRY_BYTES, at)) for at in places)
-                    found = next(filter(None, read), None)
+                    found = next(headers(disk, file), None)
                 if found is not None:
                     yield found.owner
 
@@ -287,25 +292,29 @@ def _check_processes(disk: Disk, models: Directory, wanted: Wanted) -> None:
     """StorageError if a process has another capacity: the smaller of two would evict what the other one stores; or if
     locks may not reach all processes."""
     capacity_bytes = wanted.capacity_bytes
+    for folder, number, found in users(disk, models):
+        theirs_bytes = found.capacity_bytes
+        if found.locked and capacity_bytes and theirs_bytes and theirs_bytes != capacity_bytes:
+            raise StorageError(
+                f"{models.path.parent} is open with a capacity of {format_size(theirs_bytes)} "
+                f"({theirs_bytes} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
+                f"give the same, or first end or detach the processes that have it open"
+            )
+        if not found.locked and not wanted.shared and found.is_elsewhere(disk) and not disk.is_local(folder):
+            raise StorageError(
+                f"{folder.path / process_name(number)}: a process on host {found.host!r} has this folder open, "
+                f"or ended without closing it, and its lock is not seen here: if that host is down, remove "
+                f"this file; if locks reach all hosts (NFS without nolock or local_lock), give shared=yes"
+            )
+
+
+def users(disk: Disk, models: Directory) -> Iterator[tuple[Directory, int, Seen]]:
+    """The processes that have, or had, a model open: its folder, and the process's number in it."""
     for model in known_models(disk, models)[0]:
         with disk.closing(disk.enter_below(models, model.name)) as folder:
             for number in processes(disk, folder):
-                found = seen(disk, folder, number)
-                if found is None:
-                    continue
-                theirs_bytes = found.capacity_bytes
-                if found.locked and capacity_bytes and theirs_bytes and theirs_bytes != capacity_bytes:
-                    raise StorageError(
-                        f"{models.path.parent} is open with a capacity of {format_size(theirs_bytes)} "
-                        f"({theirs_bytes} bytes), not {format_size(capacity_bytes)} ({capacity_bytes} bytes): "
-                        f"give the same, or first end or detach the processes that have it open"
-                    )
-                if not found.locked and not wanted.shared and found.is_elsewhere(disk) and not disk.is_local(folder):
-                    raise StorageError(
-                        f"{folder.path / process_name(number)}: a process on host {found.host!r} has this folder open, "
-                        f"or ended without closing it, and its lock is not seen here: if that host is down, remove "
-                        f"this file; if locks reach all hosts (NFS without nolock or local_lock), give shared=yes"
-                    )
+                if (found := seen(disk, folder, number)) is not None:
+                    yield folder, number, found
 
 
 def known_models(disk: Disk, models: Directory) -> tuple[list[Known], dict[str, str]]:
@@ -366,6 +375,17 @@ def small_file(disk: Disk, folder: Directory, name: str) -> bytes:
     """A small file; of a larger one, one byte more than the limit."""
     with disk.reading(folder, name) as file:
         return disk.peek(file, _JSON_MAX_BYTES + 1, 0)
+
+
+def write_new(disk: Disk, folder: Directory, name: str, content: bytes) -> None:
+    """Make a small file; its bytes are on the medium then, its name may not be. OSError, such as FileExistsError."""
+    file = disk.open(folder, name, create=True)
+    try:
+        if move_all(disk.write, file, [memoryview(content)], 0) < len(content):
+            raise OSError(errno.EIO, f"{folder.path / name} was not written whole")
+        disk.sync(file)
+    finally:
+        disk.close(file)
 
 
 def tries(directory: Path) -> Iterator[None]:
@@ -430,14 +450,15 @@ def remove_model(disk: Disk, models: Directory, name: str, why: str) -> None:
 class Folder:
     """An open folder with one open model. Changes that other processes can see are made with the `mutex` held.
 
-    `make`: create the folder if it is missing. If it is `wanted.read_only`, nothing in it is made, locked or changed.
+    `make`: create the folder if it is missing. If it is `wanted.read_only`, nothing in it is made, locked or changed;
+    `for_inspection`: and it may be another user's, and what cannot be opened counts as missing.
     """
 
     models: Directory
     model: Directory
 
-    def __init__(self, disk: Disk, wanted: Wanted, *, make: bool = True) -> None:
-        self.disk, self.wanted = disk, wanted
+    def __init__(self, disk: Disk, wanted: Wanted, *, make: bool = True, for_inspection: bool = False) -> None:
+        self.disk, self.wanted, self._for_inspection = disk, wanted, for_inspection
         self.directory, self.read_only = wanted.directory, wanted.read_only
         self._files: list[int] = []
         self._warned: set[str] = set()  # names of damaged models, logged once
@@ -447,7 +468,7 @@ class Folder:
         try:
             if make:
                 disk.make_root(self.directory)
-            self.root = disk.enter(self.directory)
+            self.root = disk.enter(self.directory, for_maintenance=for_inspection)
             self._files.append(self.root.file)
             if not self.read_only:
                 self._mutex = self._opened(self.root, _LOCK)
@@ -523,7 +544,9 @@ class Folder:
             return self._opened(self.model, name)
         try:
             file = self.disk.open(self.model, name, read_only=True)
-        except FileNotFoundError:
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError) and not self._for_inspection:
+                raise
             self._unchanged |= name == CHANGES
             return -1
         self._files.append(file)
@@ -545,12 +568,7 @@ class Folder:
         unfinished = name + _UNFINISHED
         with suppress(FileNotFoundError):
             self.disk.unlink(folder, unfinished)
-        file = self.disk.open(folder, unfinished, create=True)
-        try:
-            self.disk.write(file, [content], 0)
-            self.disk.sync(file)
-        finally:
-            self.disk.close(file)
+        write_new(self.disk, folder, unfinished, content)
         self.disk.rename(folder, unfinished, name)
         self.disk.sync_folder(folder)
 

@@ -1,6 +1,6 @@
 """Maintenance of a file store: list its objects, verify them, collect garbage, drop objects.
 
-Inspection (`models`, `inspect`) takes no lock and no process number, and writes and removes nothing: root may inspect
+Inspection (`contents`, `inspect`) takes no lock and no process number, and writes and removes nothing: root may inspect
 another user's store, also on a read-only file system or if it is damaged. `gc` and `drop` open the store as one more
 process beside those that use it, as its owner only. Neither adds slabs nor evicts, and no object counts as used.
 """
@@ -8,17 +8,15 @@ process beside those that use it, as its owner only. Neither adds slabs nor evic
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from kvarve.storage.base import group_of
-from kvarve.storage.file._clock import CLOCK, read_clock
-from kvarve.storage.file._processes import is_in_use, processes, seen
-from kvarve.storage.file._slabs import Broken, RowSpan, Slab, states_of, without_tables
-from kvarve.storage.file._table import BROKEN, STORED, owner_of, times
-from kvarve.storage.file.disk import Directory, Disk, NotOurs
+from kvarve.storage.file._clock import CLOCK
+from kvarve.storage.file._index import Index, Limits
+from kvarve.storage.file._processes import is_in_use
+from kvarve.storage.file._slabs import RowAddress, RowSpan
+from kvarve.storage.file.disk import Disk
 from kvarve.storage.file.file_storage import FileStorage
 from kvarve.storage.file.folder import (
     Folder,
@@ -34,13 +32,11 @@ from kvarve.storage.file.folder import (
     problem_of_marker,
     remove_model,
     root_bytes,
-    slab_name,
-    slab_numbers,
+    users,
 )
 from kvarve.storage.upkeep import Contents, Model, Stored, Upkeep
 
 _AS_LARGE_AS_IT_IS = 1 << 62
-_LOOKS, _PAUSE_S = 5, 0.01  # at entries that another process may be writing
 _TICK = 16  # objects
 
 
@@ -68,22 +64,15 @@ def contents(directory: str | os.PathLike[str]) -> Contents:
     return Contents(found, total, [*problems, *damaged.values()])
 
 
-def models(directory: str | os.PathLike[str]) -> list[Model]:
-    """The models of a folder. StorageError if it is no store."""
-    return contents(directory).models
-
-
 def capacity_in_use(directory: str | os.PathLike[str]) -> int | None:
     """The capacity in bytes with which processes have a store open; None: none has. StorageError if it is no store."""
     disk = Disk()
     with opened_read_only(disk, checked_path(directory)) as (_, folders):
         if folders is None:
             return None
-        for model in known_models(disk, folders)[0]:
-            with disk.closing(disk.enter_below(folders, model.name)) as folder:
-                for found in (seen(disk, folder, number) for number in processes(disk, folder)):
-                    if found is not None and found.locked and found.capacity_bytes is not None:
-                        return found.capacity_bytes
+        for _, _, found in users(disk, folders):
+            if found.locked and found.capacity_bytes is not None:
+                return found.capacity_bytes
     return None
 
 
@@ -91,59 +80,17 @@ class Inspection:
     """One model's slabs, open for reading. They may change meanwhile, so after a read its entry is checked again.
     `lost`: the parts of its tables that cannot be read, and why; `lost_objects`: of about so many objects."""
 
-    def __init__(self, disk: Disk, folder: Directory, label: bytes) -> None:
-        self._disk, self._folder = disk, folder
-        self.slabs: list[Slab] = []
+    def __init__(self, folder: Folder) -> None:
         self.lost: list[str] = []
-        self.lost_objects = 0
-        self._now_ns = read_clock(disk, folder).now_ns()
-        self._places: dict[str, tuple[Slab, int]] = {}
-        for number, whole in sorted(slab_numbers(disk, folder).items()):
-            try:
-                slab = Slab.open(disk, folder, number, owner_of(label), read_only=True)
-            except Broken as why:
-                if whole and number in slab_numbers(disk, folder):  # else a process is making or removing it
-                    self.lost.append(f"{folder.path / slab_name(number)}: {why}")
-                    with suppress(OSError):
-                        self.lost_objects += Slab.count_of_stored(disk, folder, number)
-            except NotOurs as why:
-                self.lost.append(str(why))
-            except OSError as why:
-                self.lost.append(f"{folder.path / slab_name(number)} cannot be read: {why.strerror}")
-            else:
-                self._take(slab)
-        if not is_in_use(disk, folder) and (told := without_tables(disk, folder)):
-            self.lost.append(told)
-
-    def _take(self, slab: Slab) -> None:
-        for look in range(_LOOKS):
-            time.sleep(_PAUSE_S if look else 0)
-            broken = 0
-            for first, found in slab.load(0, slab.shape.slots):
-                here = slice(first, first + len(found.state))
-                slab.state[here], slab.generation[here], slab.length[here] = found.state, found.generation, found.length
-                slab.stored[here], slab.used[here] = times(found, self._now_ns)
-                slab.uses[here] = found.uses
-                for row, name in zip(
-                    (np.flatnonzero(found.state == STORED) + first).tolist(), found.names, strict=True
-                ):
-                    slab.names[row] = name
-                broken += int((found.state >= BROKEN).sum())
-            if not broken:
-                break
-        if broken:
-            self.lost.append(f"{slab.path}: {broken} of its {slab.shape.slots} entries cannot be read")
-            self.lost_objects += broken
-        self.slabs.append(slab)
-        for row in np.flatnonzero(slab.state == STORED).tolist():
-            other, at = self._places.get(slab.names[row], (slab, row))
-            if slab.stored[row] >= other.stored[at]:  # of two with one name the newer counts
-                self._places[slab.names[row]] = slab, row
+        self._index = Index(folder, Limits(_AS_LARGE_AS_IT_IS), self.lost.append)
+        self._index.read_all()
+        self._now_ns, self.lost_objects = self._index.clock.now_ns(), self._index.lost
 
     def objects(self) -> list[Stored]:
         """All objects, the most recently used first."""
         found = []
-        for name, (slab, row) in self._places.items():
+        for name in self._index.entries:
+            slab, row = self.place(name)
             stored_s, used_s = (max(0, self._now_ns - int(it[row])) / 1e9 for it in (slab.stored, slab.used))
             size_bytes, uses = int(slab.length[row]), int(slab.uses[row])
             found.append(Stored(name, group_of(name), slab.shape.slot_bytes, size_bytes, stored_s, used_s, uses))
@@ -151,11 +98,11 @@ class Inspection:
 
     def states(self) -> dict[str, int]:
         """How many rows are in which state."""
-        return states_of(self.slabs)
+        return self._index.states()
 
-    def place(self, name: str) -> tuple[Slab, int]:
+    def place(self, name: str) -> RowAddress:
         """Where an object lies."""
-        return self._places[name]
+        return self._index.place(name)
 
     def verify(
         self,
@@ -164,10 +111,10 @@ class Inspection:
     ) -> tuple[int, list[str]]:
         """Read every object. Returns how many could be read, and the names of those that could not, or that `intact`
         (of name and bytes) rejects. `tick(read, of)` reports progress. An object dropped meanwhile is not damage."""
-        read, damaged = 0, []
-        for number, (name, (slab, row)) in enumerate(self._places.items()):
+        read, damaged, places = 0, [], [(name, self.place(name)) for name in self._index.entries]
+        for number, (name, (slab, row)) in enumerate(places):
             if number % _TICK == 0:
-                tick(number, len(self._places))
+                tick(number, len(places))
             view = memoryview(bytearray(int(slab.length[row])))
             try:
                 whole = slab.read([RowSpan(0, slab, row, view)]) == len(view)
@@ -175,29 +122,22 @@ class Inspection:
                 whole = False
             if whole and intact(name, view):
                 read += 1
-            elif self._is_current(slab, row):
+            elif not slab.is_gone() and self._index.confirm((slab, row)):
                 read += whole
                 damaged.append(name)
-        tick(len(self._places), len(self._places))
+        tick(len(places), len(places))
         return read, damaged
-
-    def _is_current(self, slab: Slab, row: int) -> bool:
-        """Whether the row still holds the same object on disk."""
-        if slab.is_gone():
-            return False
-        ((_, now),) = slab.load(row, row + 1)
-        return bool(now.state[0] == STORED and now.generation[0] == slab.generation[row])
 
 
 @contextmanager
 def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None = None) -> Iterator[Inspection]:
     """Inspect one model of a folder. StorageError if it cannot be read, or is gone."""
-    disk, path = disk or Disk(), checked_path(directory)
-    with opened_read_only(disk, path) as (_, folders):
-        if folders is None:
+    wanted = Wanted(checked_path(directory), None, model.label, model.description).to_read()
+    with Medium(wanted.directory), closing(Folder(disk or Disk(), wanted, make=False, for_inspection=True)) as folder:
+        folder.look_in()
+        if folder.model is folder.root:
             raise FileNotFoundError(model.folder)
-        with disk.closing(disk.enter_below(folders, model_name(model.label))) as folder:
-            yield Inspection(disk, folder, model.label)
+        yield Inspection(folder)
 
 
 # --- changes

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Damaged
-from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk, move_all
-from kvarve.storage.file.folder import Medium, nearest_folder, small_file
+from kvarve.storage.file.disk import BLOCK_BYTES, Directory, Disk
+from kvarve.storage.file.folder import Medium, nearest_folder, small_file, write_new
 from kvarve.storage.file.marker import MARKER, problem_in, written
 from kvarve.storage.hf3fs._slot_layout import Extent, extent_of, file_name
 
@@ -97,13 +97,7 @@ class Folder:
     def _write(self, name: str, data: bytes, *, once: bool = False) -> None:
         """Atomically, also where another machine does so now. `once`: what is there stays."""
         unfinished = f"{MARKER}~{secrets.token_hex(8)}"
-        file = self.disk.open(self.root, unfinished, create=True)
-        try:
-            if move_all(self.disk.write, file, [memoryview(data)], 0) < len(data):
-                raise OSError(errno.EIO, f"{self.path / name} was not written whole")
-            self.disk.sync(file)
-        finally:
-            self.disk.close(file)
+        write_new(self.disk, self.root, unfinished, data)
         if once:
             with suppress(FileExistsError):
                 os.link(unfinished, name, src_dir_fd=self.root.file, dst_dir_fd=self.root.file, follow_symlinks=False)
