@@ -36,7 +36,7 @@ from kvarve.reference.verify.prover import Prover
 from kvarve.reference.verify.serving import answers, together
 from kvarve.reference.verify.watched import same_bits
 from kvarve.storage.altered import AlteredStorage
-from kvarve.storage.file import maintenance
+from kvarve.storage.file.maintenance import FolderUpkeep
 from tests.sim.models import save_checkpoint, tiny_model
 
 PAGE, CHUNK = 16, 64
@@ -308,8 +308,8 @@ def test_a_storage_of_ones_own_is_left_as_it_was(
     verify("lfm2", "--storage", f"file://{store}?capacity=64MiB")
     assert verify.wrong() == set()
     assert verify.report["paths"][-1]["resumed"]["storage"] > 0
-    (model,) = maintenance.contents(store).models
-    with maintenance.inspect(store, model) as inspection:
+    (model,) = FolderUpkeep(store).contents().models
+    with FolderUpkeep(store).inspect(model) as inspection:
         assert inspection.objects() == []
 
 

@@ -20,8 +20,9 @@ from kvarve.pages.keys import group_name, root_key
 from kvarve.pages.pools import ModelIdentity
 from kvarve.records.record import HEADER_BYTES
 from kvarve.storage import FileStorage
-from kvarve.storage.file import maintenance
 from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.maintenance import FolderUpkeep
+from kvarve.storage.upkeep import Model
 
 DAY_S = 86400
 OURS, THEIRS, OLD = an_identity(), an_identity(weights="w2"), an_identity(weights="old")
@@ -99,12 +100,12 @@ def has(storage: FileStorage, names: list[str]) -> set[bool]:
     return {size is not None for size in storage.get(names, [memoryview(bytearray(1 << 16)) for _ in names])}
 
 
-def model_of(folder: Path, identity: ModelIdentity) -> maintenance.Model:
-    return next(model for model in maintenance.contents(folder).models if model.label == identity.fingerprint())
+def model_of(folder: Path, identity: ModelIdentity) -> Model:
+    return next(model for model in FolderUpkeep(folder).contents().models if model.label == identity.fingerprint())
 
 
 def names_in(folder: Path, identity: ModelIdentity, salt: str | None = None) -> list[str]:
-    with maintenance.inspect(folder, model_of(folder, identity)) as inspection:
+    with FolderUpkeep(folder).inspect(model_of(folder, identity)) as inspection:
         names = sorted(each.name for each in inspection.objects())
     return [name for name in names if salt is None or name.startswith(group_of(identity, salt))]
 
@@ -112,8 +113,8 @@ def names_in(folder: Path, identity: ModelIdentity, salt: str | None = None) -> 
 def everything(folder: Path) -> list[tuple[str, int, float]]:
     """All objects, by their last use: name, uses, how much older than the newest."""
     found = []
-    for model in maintenance.contents(folder).models:
-        with maintenance.inspect(folder, model) as inspection:
+    for model in FolderUpkeep(folder).contents().models:
+        with FolderUpkeep(folder).inspect(model) as inspection:
             listed = inspection.objects()
         found += [(each.name, each.uses, round(each.used_s_ago - listed[0].used_s_ago, 9)) for each in listed]
     return found
@@ -121,7 +122,7 @@ def everything(folder: Path) -> list[tuple[str, int, float]]:
 
 def overwrite(folder: Path, identity: ModelIdentity, name: str, data: bytes, at: int = 0) -> None:
     """Write into the slot of an object, past the store."""
-    with maintenance.inspect(folder, model_of(folder, identity)) as inspection:
+    with FolderUpkeep(folder).inspect(model_of(folder, identity)) as inspection:
         slab, row = inspection.place(name)
         path, place = slab.path, slab.shape.slot_at(row)
     with path.open("r+b") as file:
@@ -130,7 +131,7 @@ def overwrite(folder: Path, identity: ModelIdentity, name: str, data: bytes, at:
 
 
 def record_of(folder: Path, identity: ModelIdentity, name: str) -> bytes:
-    with maintenance.opened(folder, model_of(folder, identity)) as storage:
+    with FolderUpkeep(folder).opened(model_of(folder, identity)) as storage:
         buffer = bytearray(1 << 16)
         (size,) = storage.get([name], [memoryview(buffer)])
     assert size is not None
@@ -268,7 +269,7 @@ def test_what_a_server_evicts_meanwhile_is_no_damage(server: FileStorage, filled
         server.delete([name])
         return False
 
-    with maintenance.inspect(filled, model_of(filled, OURS)) as inspection:
+    with FolderUpkeep(filled).inspect(model_of(filled, OURS)) as inspection:
         assert inspection.verify(intact) == (0, [])
     assert server.exists(names) == [False] * len(names)
 
@@ -318,7 +319,10 @@ def test_gc_removes_models_that_no_process_has_used_for_so_long_and_inspection_i
     assert not any(model["removed"] for model in answer["models"]) and len(answer["models"]) == 3
     code, out, _ = say("gc", filled, "--unused-for", "30d")
     assert code == 0 and f"({OLD.fingerprint().hex()[:12]}): not used for 40 d: removed" in out
-    assert {model.label for model in maintenance.contents(filled).models} == {OURS.fingerprint(), THEIRS.fingerprint()}
+    assert {model.label for model in FolderUpkeep(filled).contents().models} == {
+        OURS.fingerprint(),
+        THEIRS.fingerprint(),
+    }
 
 
 # --- drop
@@ -357,7 +361,7 @@ def test_drop_asks_at_a_terminal(filled: Path, say: Say, monkeypatch: pytest.Mon
         code, out, error = say("drop", filled, "--model", THEIRS.fingerprint().hex()[:12])
         assert code == 0 and error == "Do it? [y/N] "
         assert ("nothing was dropped" in out) == (left == 2)
-        assert len(maintenance.contents(filled).models) == left
+        assert len(FolderUpkeep(filled).contents().models) == left
 
 
 def test_drop_refuses_a_model_that_is_in_use_and_drops_nothing(server: FileStorage, filled: Path, say: Say) -> None:

@@ -11,8 +11,8 @@ from kvarve.cli.main import main
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage, check_storage, open_storage
 from kvarve.storage.base import Damaged
-from kvarve.storage.file import maintenance
 from kvarve.storage.file.folder import Wanted, check_folder
+from kvarve.storage.file.maintenance import FolderUpkeep
 from kvarve.testing.suite import LABEL, get, put
 
 MARKER = "kvarve.json"
@@ -146,7 +146,7 @@ def test_a_store_of_another_version_is_refused_and_not_taken_for_a_damaged_one(f
     for call in (
         lambda: open_storage(url, label=LABEL, description="model A", answers=False),
         lambda: check_folder(Wanted(filled, MIB, LABEL, "model A"), WithoutSync()),
-        lambda: maintenance.contents(filled).models,
+        lambda: FolderUpkeep(filled).contents().models,
     ):
         with pytest.raises(StorageError, match=f"another version .*{version}.*empty this folder or give another") as it:
             call()

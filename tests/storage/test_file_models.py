@@ -9,9 +9,9 @@ from file_disks import MIB, Clockwork, everything, file_name, model_of
 
 from kvarve.cli.main import main
 from kvarve.errors import StorageError
-from kvarve.storage.file import maintenance
 from kvarve.storage.file._eviction_queue import LastUse
 from kvarve.storage.file.folder import Wanted, check_folder
+from kvarve.storage.file.maintenance import FolderUpkeep
 from kvarve.testing.suite import LABEL, OTHER_LABEL, get, put, there
 
 CAPACITY = 512 << 10
@@ -196,8 +196,8 @@ def test_the_capacity_of_a_process_that_has_died_binds_no_other(opened):
 def test_maintenance_needs_to_know_no_capacity(opened, folder):
     storage = opened(CAPACITY)
     put(storage, **{"aaaa-1": b"1"})
-    (model,) = maintenance.contents(folder).models
-    with maintenance.opened(folder, model) as beside:
+    (model,) = FolderUpkeep(folder).contents().models
+    with FolderUpkeep(folder).opened(model) as beside:
         assert beside.collect()["expired"] == 0
         with pytest.raises(StorageError, match="not 1 MiB"):
             opened(MIB)
@@ -227,8 +227,8 @@ def test_a_store_on_a_full_disk_still_opens_and_is_not_shrunk(opened, folder):
     with pytest.raises(StorageError, match="is open with a capacity"):
         opened(64 << 10)
     storage.close()
-    (model,) = maintenance.contents(folder).models
-    with maintenance.opened(folder, model):  # it has the number, and takes no capacity
+    (model,) = FolderUpkeep(folder).contents().models
+    with FolderUpkeep(folder).opened(model):  # it has the number, and takes no capacity
         opened(MIB).close()
     assert there(opened(64 << 10, disk=Full()), "a") == "a"
     with pytest.raises(StorageError, match="capacity of 64 KiB"):

@@ -10,9 +10,9 @@ from file_disks import MIB, WithoutSync, everything, model_of, table_path
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file import maintenance
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.folder import Wanted, check_folder
+from kvarve.storage.file.maintenance import FolderUpkeep
 from kvarve.testing.suite import LABEL, get, put, there
 
 PRECIOUS = bytes(range(256)) * 64
@@ -104,7 +104,7 @@ def test_a_link_that_takes_the_place_of_the_folder_in_the_middle_of_a_put_gets_n
 def test_a_tree_of_another_user_may_be_read_and_is_not_changed(opened, folder, tmp_path):
     filled(opened, folder)
     (tmp_path / "empty").mkdir()
-    before, (model,) = everything(folder), maintenance.contents(folder).models
+    before, (model,) = everything(folder), FolderUpkeep(folder).contents().models
     for call in (
         lambda: opened(disk=AnotherUser()),
         lambda: opened(1 << 62, for_maintenance=True, disk=AnotherUser()),
@@ -113,7 +113,7 @@ def test_a_tree_of_another_user_may_be_read_and_is_not_changed(opened, folder, t
     ):
         with pytest.raises(StorageError, match=r"belongs to user \d+, not to user \d+, .*: give another folder"):
             call()
-    with maintenance.inspect(folder, model, AnotherUser()) as inspection:
+    with FolderUpkeep(folder, disk=AnotherUser()).inspect(model) as inspection:
         assert len(inspection.objects()) == 6
         assert inspection.verify(lambda name, data: True) == (6, [])
     assert everything(folder) == before and [*(tmp_path / "empty").iterdir()] == []

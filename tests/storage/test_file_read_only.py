@@ -14,10 +14,10 @@ from file_pages import CAPACITY, NAMESPACE, Page, Quick, intact, pages, store
 
 from kvarve.cli.main import main
 from kvarve.storage import FileStorage
-from kvarve.storage.file import maintenance
 from kvarve.storage.file._table import ENTRY_BYTES, Header, Shape, read_header, slot_bytes_for
 from kvarve.storage.file.disk import Directory
 from kvarve.storage.file.folder import Wanted, check_folder
+from kvarve.storage.file.maintenance import FolderUpkeep
 from kvarve.testing.suite import OTHER_LABEL, get, put
 
 LABEL = NAMESPACE  # so that pages are those of the model
@@ -107,8 +107,8 @@ def test_looking_holds_no_file_open_afterwards(store_of_two):
 
 
 def test_a_slab_that_is_removed_during_a_check_is_no_damage(store_of_two):
-    (model,) = (each for each in maintenance.contents(store_of_two).models if each.label == LABEL)
-    with maintenance.inspect(store_of_two, model) as inspection:
+    (model,) = (each for each in FolderUpkeep(store_of_two).contents().models if each.label == LABEL)
+    with FolderUpkeep(store_of_two).inspect(model) as inspection:
         storage = opened(store_of_two, capacity=MIB)
         assert inspect_files.remove(storage)
         storage.close()
@@ -126,8 +126,8 @@ def test_an_entry_that_is_written_during_a_check_is_no_damage(store_of_two, monk
             table(store_of_two).write_bytes(whole)
 
     monkeypatch.setattr("kvarve.storage.file.maintenance.time.sleep", sleep)
-    (model,) = (each for each in maintenance.contents(store_of_two).models if each.label == LABEL)
-    with maintenance.inspect(store_of_two, model) as inspection:
+    (model,) = (each for each in FolderUpkeep(store_of_two).contents().models if each.label == LABEL)
+    with FolderUpkeep(store_of_two).inspect(model) as inspection:
         assert inspection.lost == []
         assert len(inspection.objects()) == 14
 
@@ -259,11 +259,11 @@ def test_what_a_model_calls_itself_cannot_play_with_the_terminal(store_of_two, c
 
 def test_a_store_can_be_read_while_another_process_stores_and_evicts(tmp_path):
     storage, known, seen = opened(tmp_path / "store"), list[Page](), 0
-    (model,) = maintenance.contents(tmp_path / "store").models
+    (model,) = FolderUpkeep(tmp_path / "store").contents().models
     for turn in range(8):
         known += pages("full", *range(9 * turn, 9 * turn + 9)) + pages("state", turn)
         assert all(store(storage, known[-10:]))
-        with maintenance.inspect(tmp_path / "store", model) as inspection:
+        with FolderUpkeep(tmp_path / "store").inspect(model) as inspection:
             assert inspection.lost == []
             names = {each.name for each in inspection.objects()}
             assert names == {page.name for page in known if storage.exists([page.name]) == [True]}
@@ -280,10 +280,10 @@ def test_a_store_can_be_read_while_another_process_stores_and_evicts(tmp_path):
     [("slab-000000.table", errno.EIO), ("slab-000000", errno.EACCES), ("slab-000000", errno.EIO), ("clock", errno.EIO)],
 )
 def test_a_file_that_cannot_be_read_costs_a_check_that_file_alone(store_of_two, name, error):
-    (model,) = (each for each in maintenance.contents(store_of_two).models if each.label == LABEL)
+    (model,) = (each for each in FolderUpkeep(store_of_two).contents().models if each.label == LABEL)
     disk = Rigged()
     disk.refuse(error, "open" if error == errno.EACCES else "peek", name=name)
-    with maintenance.inspect(store_of_two, model, disk) as inspection:
+    with FolderUpkeep(store_of_two, disk=disk).inspect(model) as inspection:
         lost, found = inspection.lost, {each.name for each in inspection.objects()}
     whole = name == "clock" or (name == "slab-000000" and error != errno.EACCES)
     assert len(lost) == (not whole) and all(f"{MODEL}/slab-000000" in each for each in lost)

@@ -9,8 +9,8 @@ from file_disks import MIB, file_name, trouble
 
 from kvarve.errors import StorageError
 from kvarve.storage import FileStorage
-from kvarve.storage.file import maintenance
 from kvarve.storage.file.disk import Disk
+from kvarve.storage.file.maintenance import FolderUpkeep
 from kvarve.testing.suite import LABEL, get, put, there
 
 
@@ -23,21 +23,21 @@ def storage(folder: Path) -> Iterator[FileStorage]:
 
 def test_a_folder_that_is_no_store_has_no_models_to_tell_of(folder):
     with pytest.raises(StorageError, match="no such folder"):
-        maintenance.contents(folder)
+        FolderUpkeep(folder).contents()
     folder.mkdir()
     with pytest.raises(StorageError, match="there is no kvarve storage in it"):
-        maintenance.contents(folder)
+        FolderUpkeep(folder).contents()
     assert [*folder.iterdir()] == []
     (folder / "thesis.tex").write_text("precious")
     with pytest.raises(StorageError, match="not a kvarve storage folder"):
-        maintenance.contents(folder)
+        FolderUpkeep(folder).contents()
 
 
 def test_what_lies_in_a_store_is_listed_by_its_last_use(storage, folder):
     put(storage, **{"aaaa-1": b"first", "bbbb-1": bytes(5000), "loner": b""})
     get(storage, "bbbb-1")
-    (model,) = maintenance.contents(folder).models
-    with maintenance.inspect(folder, model) as inspection:
+    (model,) = FolderUpkeep(folder).contents().models
+    with FolderUpkeep(folder).inspect(model) as inspection:
         listed = inspection.objects()
     assert [(each.name, each.group, each.slot_bytes, each.size_bytes, each.uses) for each in listed] == [
         ("bbbb-1", "bbbb", 8192, 5000, 1),
@@ -61,8 +61,8 @@ def test_verify_reads_everything_and_tells_what_is_damaged_or_cannot_be_read(sto
                 raise trouble()
             return super().read(file, into, at)
 
-    heard, (model,) = [], maintenance.contents(folder).models
-    with maintenance.inspect(folder, model, OneBadPlace()) as inspection:
+    heard, (model,) = [], FolderUpkeep(folder).contents().models
+    with FolderUpkeep(folder, disk=OneBadPlace()).inspect(model) as inspection:
         read, damaged = inspection.verify(
             lambda name, data: data == bytes([int(name[5:])]) * 5000, lambda *far: heard.append(far)
         )
@@ -76,8 +76,8 @@ def test_gc_frees_damaged_slabs_and_nothing_else(folder, storage):
     damaged = inspect_files.place(storage, "a")
     storage.close()
     damaged.table.write_bytes(bytes(damaged.table.stat().st_size))
-    (model,) = maintenance.contents(folder).models
-    with maintenance.opened(folder, model) as beside:
+    (model,) = FolderUpkeep(folder).contents().models
+    with FolderUpkeep(folder).opened(model) as beside:
         assert damaged.path.exists() and beside.usage().lost == 1
         assert beside.collect() == {"expired": 0, "damaged_bytes": damaged.shape.bytes}
         assert not damaged.path.exists() and not damaged.table.exists()

@@ -70,4 +70,4 @@ class FileBackend(Backend):
     @classmethod
     def upkeep(cls, url: StorageUrl) -> Upkeep:
         settings = file_settings(url)
-        return FolderUpkeep(settings.folder, settings.capacity_bytes, settings.ttl_s, settings.shared)
+        return FolderUpkeep(settings.folder, settings.capacity_bytes, settings.ttl_s, shared=settings.shared)

@@ -8,7 +8,7 @@ process beside those that use it, as its owner only. Neither adds slabs nor evic
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from kvarve.storage.base import group_of
@@ -38,30 +38,6 @@ from kvarve.storage.upkeep import Contents, Model, Stored, Upkeep
 
 _AS_LARGE_AS_IT_IS = 1 << 62
 _TICK = 16  # objects
-
-
-# --- inspection
-
-
-def contents(directory: str | os.PathLike[str]) -> Contents:
-    """The contents of a folder. StorageError if it is no store."""
-    disk, path = Disk(), checked_path(directory)
-    with opened_read_only(disk, path) as (root, folders):
-        found, total = list[Model](), root_bytes(disk, root)
-        problems = [*filter(None, [problem_of_marker(disk, root)])]
-        if folders is None:
-            return Contents(found, total, problems)
-        known, damaged = known_models(disk, folders)
-        for model in known:
-            with disk.closing(disk.enter_below(folders, model.name)) as folder:
-                size_bytes, clock = bytes_of_model(disk, folder), disk.files(folder).get(CLOCK)
-                # The clock is written while a model is open.
-                ago_s = max(0.0, time.time() - (clock.st_mtime if clock is not None else 0))
-                in_use = is_in_use(disk, folder)
-            found.append(Model(model.label, model.description, folder.path, size_bytes, in_use, ago_s))
-            total += size_bytes
-        total += bytes_of_damaged(disk, folders, damaged)
-    return Contents(found, total, [*problems, *damaged.values()])
 
 
 def capacity_in_use(directory: str | os.PathLike[str]) -> int | None:
@@ -129,73 +105,81 @@ class Inspection:
         return read, damaged
 
 
-@contextmanager
-def inspect(directory: str | os.PathLike[str], model: Model, disk: Disk | None = None) -> Iterator[Inspection]:
-    """Inspect one model of a folder. StorageError if it cannot be read, or is gone."""
-    wanted = Wanted(checked_path(directory), None, model.label, model.description).to_read()
-    with Medium(wanted.directory), closing(Folder(disk or Disk(), wanted, make=False, for_inspection=True)) as folder:
-        folder.look_in()
-        if folder.model is folder.root:
-            raise FileNotFoundError(model.folder)
-        yield Inspection(folder)
-
-
-# --- changes
-
-
-def opened(
-    directory: str | os.PathLike[str], model: Model, *, ttl_s: float | None = None, shared: bool = False
-) -> AbstractContextManager[FileStorage]:
-    """Open the store beside its users. StorageError if it is another user's."""
-    identity = model.label, model.description
-    return closing(
-        FileStorage(directory, _AS_LARGE_AS_IT_IS, *identity, ttl_s=ttl_s, shared=shared, for_maintenance=True)
-    )
-
-
-def drop_model(directory: str | os.PathLike[str], model: Model, why: str, *, shared: bool = False) -> bool:
-    """Remove a model from a folder; False, and nothing is removed, while a process has it open."""
-    disk, wanted = Disk(), Wanted(checked_path(directory), None, model.label, model.description, shared)
-    check_folder(wanted, disk)
-    with Medium(wanted.directory):
-        store = Folder(disk, wanted, make=False)
-        try:
-            with store.mutex(), disk.closing(disk.enter_below(store.root, model.folder.parent.name)) as folders:
-                if model.label in {each.label for each in known_models(disk, folders)[0]}:
-                    name = model_name(model.label)
-                    with disk.closing(disk.enter_below(folders, name)) as folder:
-                        if is_in_use(disk, folder):
-                            return False
-                    remove_model(disk, folders, name, why)
-                return True
-        except FileNotFoundError:
-            return True  # another process removed it
-        finally:
-            store.close()
-
-
 class FolderUpkeep(Upkeep):
-    """`kvarve storage` of a folder."""
+    """`kvarve storage` of a folder. StorageError: it is no store, or another user's that is to be changed."""
 
     advice = None
 
-    def __init__(self, folder: Path, capacity_bytes: int | None, ttl_s: float | None, shared: bool) -> None:
-        self._folder, self.where, self.capacity_bytes = folder, str(folder), capacity_bytes
-        self._ttl_s, self._shared = ttl_s, shared
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int | None = None,
+        ttl_s: float | None = None,
+        *,
+        shared: bool = False,
+        disk: Disk | None = None,
+    ) -> None:
+        self._folder, self.where, self.capacity_bytes = checked_path(folder), str(folder), capacity_bytes
+        self._ttl_s, self._shared, self._disk = ttl_s, shared, disk or Disk()
 
     def contents(self) -> Contents:
-        return contents(self._folder)
+        disk = self._disk
+        with opened_read_only(disk, self._folder) as (root, folders):
+            found, total = list[Model](), root_bytes(disk, root)
+            problems = [*filter(None, [problem_of_marker(disk, root)])]
+            if folders is None:
+                return Contents(found, total, problems)
+            known, damaged = known_models(disk, folders)
+            for model in known:
+                with disk.closing(disk.enter_below(folders, model.name)) as folder:
+                    size_bytes, clock = bytes_of_model(disk, folder), disk.files(folder).get(CLOCK)
+                    # The clock is written while a model is open.
+                    ago_s = max(0.0, time.time() - (clock.st_mtime if clock is not None else 0))
+                    in_use = is_in_use(disk, folder)
+                found.append(Model(model.label, model.description, folder.path, size_bytes, in_use, ago_s))
+                total += size_bytes
+            total += bytes_of_damaged(disk, folders, damaged)
+        return Contents(found, total, [*problems, *damaged.values()])
 
-    def inspect(self, model: Model) -> AbstractContextManager[Inspection]:
-        return inspect(self._folder, model)
+    @contextmanager
+    def inspect(self, model: Model) -> Iterator[Inspection]:
+        wanted = Wanted(self._folder, None, model.label, model.description).to_read()
+        with Medium(self._folder), closing(Folder(self._disk, wanted, make=False, for_inspection=True)) as folder:
+            folder.look_in()
+            if folder.model is folder.root:
+                raise FileNotFoundError(model.folder)
+            yield Inspection(folder)
+
+    def opened(self, model: Model, ttl_s: float | None = None) -> FileStorage:
+        """Open the store beside its users."""
+        shared, identity = self._shared, (model.label, model.description)
+        return FileStorage(
+            self._folder, _AS_LARGE_AS_IT_IS, *identity, ttl_s=ttl_s, shared=shared, for_maintenance=True
+        )
 
     def collect(self, model: Model) -> dict[str, int]:
-        with opened(self._folder, model, ttl_s=self._ttl_s, shared=self._shared) as storage:
+        with self.opened(model, self._ttl_s) as storage:
             return storage.collect()
 
     def drop(self, model: Model, group: str) -> int:
-        with opened(self._folder, model, shared=self._shared) as storage:
+        with self.opened(model) as storage:
             return storage.drop(group)
 
     def drop_model(self, model: Model, why: str) -> bool:
-        return drop_model(self._folder, model, why, shared=self._shared)
+        disk, wanted = self._disk, Wanted(self._folder, None, model.label, model.description, self._shared)
+        check_folder(wanted, disk)
+        with Medium(wanted.directory):
+            store = Folder(disk, wanted, make=False)
+            try:
+                with store.mutex(), disk.closing(disk.enter_below(store.root, model.folder.parent.name)) as folders:
+                    if model.label in {each.label for each in known_models(disk, folders)[0]}:
+                        name = model_name(model.label)
+                        with disk.closing(disk.enter_below(folders, name)) as folder:
+                            if is_in_use(disk, folder):
+                                return False
+                        remove_model(disk, folders, name, why)
+                    return True
+            except FileNotFoundError:
+                return True  # another process removed it
+            finally:
+                store.close()
