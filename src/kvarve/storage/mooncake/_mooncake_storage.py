@@ -55,7 +55,6 @@ class MooncakeStorage(Storage):
         self, settings: Settings, label: bytes, description: str, client: Callable[[Settings], Client] = Client
     ) -> None:
         check_settings(1, label)
-        self.description = description
         self.counts: Counter[str] = Counter()
         self._where = f"mooncake://{settings.master}"
         self._prefix = (

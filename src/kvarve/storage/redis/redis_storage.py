@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvarve.errors import StorageError
 from kvarve.storage.base import Storage, StorageUsage, check_batch, check_names, check_pieces, check_settings
-from kvarve.storage.redis.servers import Servers, Settings
+from kvarve.storage.redis.servers import Server, Servers, Settings
 from kvarve.storage.redis.wire import Refused, Wire, command
 
 AHEAD_BYTES = 8 << 20  # of payloads that were asked for and not read yet
@@ -30,7 +30,6 @@ class RedisStorage(Storage):
 
     def __init__(self, settings: Settings, label: bytes, description: str) -> None:
         check_settings(1, label)
-        self.description = description
         self.counts: Counter[str] = Counter()
         self._prefix = b"kvarve:%s:" % hashlib.sha256(label).hexdigest()[:16].encode()  # no special characters of MATCH
         ttl = () if settings.ttl_s is None else (b"PX", b"%d" % max(1, round(1000 * settings.ttl_s)))
@@ -127,7 +126,7 @@ class RedisStorage(Storage):
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()
 
-    def _keys(self, pattern: bytes) -> Iterator[tuple[int, list[bytes]]]:
+    def _keys(self, pattern: bytes) -> Iterator[tuple[Server, list[bytes]]]:
         """Keys, in parts, and the server that has them."""
         for server in self._servers.all():
             cursor: bytes | None = None

@@ -53,51 +53,56 @@ def library() -> Any:
         raise ConfigError(f"redis:// needs redis-py ({error}): install kvarve with the extra 'redis'") from error
 
 
+@dataclass(eq=False)
+class Server:
+    """`pool`: of the library, how a connection is made; `idle`: connections for the next call."""
+
+    pool: Any
+    idle: list[Wire] = field(default_factory=list)
+
+
 class Servers:
-    """Connections to the servers of one URL, kept for the next call; used by several threads. A server is a number."""
+    """Connections to the servers of one URL, kept for the next call; used by several threads."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._redis = settings, library()
         self._lock = threading.Lock()  # guards all below
         self._cluster: Any = None
-        self._pools: list[Any] = []  # of the library: how a connection to a server is made
-        self._names: list[str] = []
-        self._idle: list[list[Wire]] = []
+        self._by_name: dict[str, Server] = {}  # "" without a cluster
         self._busy: set[Wire] = set()
         self._stale = settings.cluster  # the cluster's layout is not known, or not as it was
         self.closed = False
         if not settings.cluster:
-            single = self._redis.Redis(**self._options(), db=settings.database)
-            self._pools, self._idle = [single.connection_pool], [[]]
+            self._by_name[""] = Server(self._redis.Redis(**self._options(), db=settings.database).connection_pool)
 
-    def by_server(self, keys: Sequence[bytes]) -> list[tuple[int, list[int]]]:
+    def by_server(self, keys: Sequence[bytes]) -> list[tuple[Server, list[int]]]:
         """Which of the keys, by their places, each server has; in a cluster, some may be at none. StorageError: no
         server of the cluster answers."""
         if not self._settings.cluster:
-            return [(0, [*range(len(keys))])] if keys else []
+            return [(self._by_name[""], [*range(len(keys))])] if keys else []
         self._learn()
-        parts: dict[int, list[int]] = {}
+        parts: dict[Server, list[int]] = {}
         with self._library():
             for i, key in enumerate(keys):
                 with suppress(self._redis.exceptions.SlotNotCoveredError):  # no server has it
                     node = self._cluster.get_node_from_key(key)
-                    parts.setdefault(self._number(node), []).append(i)
+                    parts.setdefault(self._server(node), []).append(i)
         return [*parts.items()]
 
-    def all(self) -> list[int]:
+    def all(self) -> list[Server]:
         """Every server that has keys."""
         if not self._settings.cluster:
-            return [0]
+            return [*self._by_name.values()]
         self._learn()
         with self._library():
-            return [self._number(node) for node in self._cluster.get_primaries()]
+            return [self._server(node) for node in self._cluster.get_primaries()]
 
     def forget_layout(self) -> None:
         """A server of the cluster is gone, or does not have a key that it had: ask anew."""
         self._stale = self._settings.cluster
 
     @contextmanager
-    def wire(self, server: int) -> Iterator[Wire]:
+    def wire(self, server: Server) -> Iterator[Wire]:
         """A connection for a call, which is to end by its caller's deadline. StorageError: there is none."""
         seconds = min(left_s(), CALL_S)
         wire = self._taken(server) or self._connected(server, seconds)
@@ -114,7 +119,7 @@ class Servers:
                 self._busy.discard(wire)
                 kept = not wire.closed and not self.closed
                 if kept:
-                    self._idle[server].append(wire)
+                    server.idle.append(wire)
             if not kept:
                 wire.close()
 
@@ -122,8 +127,7 @@ class Servers:
         """Close all connections, also those of calls in flight."""
         with self._lock:
             self.closed = True
-            wires = [*self._busy, *(wire for idle in self._idle for wire in idle)]
-            self._idle = [[] for _ in self._idle]
+            wires = [*self._busy, *(wire for server in self._by_name.values() for wire in server.idle)]
             cluster, self._cluster = self._cluster, None
         for wire in wires:
             wire.close()
@@ -132,13 +136,13 @@ class Servers:
 
     # --- inside
 
-    def _taken(self, server: int) -> Wire | None:
+    def _taken(self, server: Server) -> Wire | None:
         """A connection of an earlier call. The server may have gone, or have come back, since then."""
         while True:
             with self._lock:
-                if not self._idle[server]:
+                if not server.idle:
                     return None
-                wire = self._idle[server].pop()
+                wire = server.idle.pop()
                 self._busy.add(wire)
             if wire.is_fresh():
                 return wire
@@ -146,8 +150,8 @@ class Servers:
             with self._lock:
                 self._busy.discard(wire)
 
-    def _connected(self, server: int, seconds: float) -> Wire:
-        connection = self._pools[server].make_connection()
+    def _connected(self, server: Server, seconds: float) -> Wire:
+        connection = server.pool.make_connection()
         connection.socket_timeout = connection.socket_connect_timeout = min(CONNECT_S, max(seconds, 1e-3))
         with self._library():
             connection.connect()
@@ -173,14 +177,12 @@ class Servers:
                 self._cluster.nodes_manager.initialize()
         self._stale = False
 
-    def _number(self, node: Any) -> int:
-        """The number of a cluster's server."""
+    def _server(self, node: Any) -> Server:
+        """A cluster's server."""
         with self._lock:
-            if node.name not in self._names:
-                self._pools.append(self._cluster.get_redis_connection(node).connection_pool)
-                self._idle.append([])
-                self._names.append(node.name)
-            return self._names.index(node.name)
+            if node.name not in self._by_name:
+                self._by_name[node.name] = Server(self._cluster.get_redis_connection(node).connection_pool)
+            return self._by_name[node.name]
 
     def _options(self) -> dict[str, Any]:
         settings = self._settings
