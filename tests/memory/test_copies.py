@@ -163,7 +163,35 @@ def test_a_gather_of_several_pools_is_awaited_once(monkeypatch: pytest.MonkeyPat
     pools = [PoolSpec(name, (BufferSpec("layers.0.keys", (4,), "int32"),), None) for name in ("one", "other")]
     device, host = [filled(pool, 2) for pool in pools], [HostArena(pool, 2, NAMESPACE) for pool in pools]
     monkeypatch.setattr(torch.cpu, "Event", CountedEvent)
+    monkeypatch.setattr(CountedEvent, "awaited", 0)
     copies, keys = DeviceCopies(device, host, ByGather), [b"0" * 32, b"1" * 32]
     copies.save({pool: ([(0, 1), (1, 0)], keys) for pool in (0, 1)}, copies.ready())
     assert CountedEvent.awaited == 1
     assert all(arena.intact(1 - slot, keys[slot]) for arena in host for slot in (0, 1))
+
+
+@pytest.mark.parametrize("mover", MOVERS.values(), ids=MOVERS)
+def test_without_host_memory_nothing_is_copied_and_all_is_awaited(mover: Way) -> None:
+    copies = DeviceCopies([filled(a_pool("uint8"), 1)], [], mover)
+    assert copies.layers == []
+    copies.finish()
+
+
+class Failing(ByGather):
+    """A copy that has been sent in part when it fails, as where a GPU has no memory left for a gather."""
+
+    def move(self, to: int, buffers: slice, rows: Any) -> None:
+        super().move(to, buffers, rows)
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_a_copy_that_fails_ends_when_what_was_sent_of_it_is_done(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are used by others then, who know nothing of its stream."""
+    pool = a_pool("uint8")
+    copies = DeviceCopies([filled(pool, 1)], [HostArena(pool, 1, NAMESPACE)], Failing)
+    monkeypatch.setattr(torch.cpu, "Event", CountedEvent)
+    monkeypatch.setattr(CountedEvent, "awaited", 0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        save(copies, [(0, 0)], [bytes(32)]) if way == "save" else load(copies, [(0, 0)])
+    assert CountedEvent.awaited == 1

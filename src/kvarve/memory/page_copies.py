@@ -12,6 +12,7 @@ read. The device as a whole is never synchronized.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -142,7 +143,8 @@ class DeviceCopies:
         for layer, count in Counter(layer for layer, _ in found).items():
             self._layers[layer] = slice(start, start := start + count)
         # The kernel that takes all buffers at once (_kernel_copies.py) is not the default until a GPU has timed both.
-        self._mover = (mover or (ByPiece if self._where.type == "cpu" else ByGather))(self._buffers)
+        way = mover or (ByPiece if self._where.type == "cpu" else ByGather)
+        self._mover = (way if self._buffers else ByPiece)(self._buffers)  # without host memory nothing is copied
 
     @property
     def layers(self) -> list[int]:
@@ -155,7 +157,7 @@ class DeviceCopies:
 
     def finish(self) -> None:
         """Wait until the device has done all that has been sent so far: by the calling thread, to its compute stream,
-        and by copies, also those that failed on their way."""
+        and by copies."""
         for stream in (self._torch.current_stream(self._where), self._up, self._down):
             self._mark(stream).synchronize()
 
@@ -172,8 +174,7 @@ class DeviceCopies:
     ) -> Compared:
         """Copy pages by pool (host slot, device slot) to the device; done when it returns. `copied` is called with each
         layer, and the event of its copy."""
-        with self._torch.stream(self._up):
-            self._up.wait_event(ready)
+        with self._on(self._up, ready):
             before = [self._fingerprint(FAR, page) for page in sampled]
             rows = self._rows({pool: [(to, at) for at, to in slots] for pool, slots in pages.items()})
             for layer, buffers in self._layers.items():
@@ -188,8 +189,7 @@ class DeviceCopies:
     ) -> Compared:
         """Copy pages by pool (device slot, host slot) with their keys to the host, and seal them; done when it
         returns."""
-        with self._torch.stream(self._down):
-            self._down.wait_event(ready)
+        with self._on(self._down, ready):
             before = [self._fingerprint(NEAR, page) for page in sampled]
             if not self._mover.part_bytes:
                 self._save(pages)
@@ -199,6 +199,17 @@ class DeviceCopies:
                     for start in range(0, len(slots), together):
                         self._save({pool: (slots[start : start + together], keys[start : start + together])})
             return [*zip(before, [self._fingerprint(FAR, page) for page in sampled], strict=True)]
+
+    @contextmanager
+    def _on(self, stream: Any, ready: Any) -> Iterator[None]:
+        """Copy on a stream, after `ready`. A copy that fails waits for what it has sent: its slots are others' then."""
+        with self._torch.stream(stream):
+            stream.wait_event(ready)
+            try:
+                yield
+            except BaseException:
+                self._mark(stream).synchronize()
+                raise
 
     def _fingerprint(self, end: int, page: Sampled) -> int:
         """Of a page as it lies at one end of its copy."""
