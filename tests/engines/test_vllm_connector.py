@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from kvarve.connectors.vllm.block_plan import Group
-    from kvarve.connectors.vllm.connector import KvarveConnector, check_engine, identity_of
+    from kvarve.connectors.vllm.connector import KvarveConnector, WorkerSide, check_engine, identity_of
     from kvarve.connectors.vllm.groups import kv_heads, replicated
     from kvarve.connectors.vllm.kv_heads import _heads
     from kvarve.connectors.vllm.vllm_metrics import KvarveStats
@@ -170,6 +170,16 @@ def test_heads_whose_bytes_differ_by_more_than_rounding_are_not_shared(changes: 
     group = Group(0, "0-full-attention", 16, None, False, "full_attention", None)
     told = _heads(found, cache, group, {name: torch.zeros(2, 2, 16, 64) for name in layers}, 16)
     assert isinstance(told, str) and why in told
+
+
+def test_bytes_that_stand_for_another_stages_layers_are_on_the_device_of_this_stages() -> None:
+    """A copy is of one device."""
+    side: Any = object.__new__(WorkerSide)
+    groups = [SimpleNamespace(layer_names=["there"])]
+    side._kv_cache_config = SimpleNamespace(num_blocks=2, kv_cache_groups=groups)
+    group = Group(0, "0-full-attention", 16, None, False, "full_attention", None)
+    (bytes_of_each_token,) = side._layers(group, {"here": torch.empty(2, 64, device="meta")}).values()
+    assert bytes_of_each_token.device == torch.device("meta") and bytes_of_each_token.shape == (2, 16)
 
 
 def test_the_hooks_of_this_vllm_are_those_that_kvarve_knows() -> None:

@@ -514,7 +514,8 @@ class WorkerSide(KvarveConnector):
         config = self._kv_cache_config
         assert config is not None
         names = config.kv_cache_groups[group.number].layer_names
-        nothing = partial(torch.zeros, config.num_blocks, group.block_tokens, dtype=torch.uint8)
+        where = device_of([*kv_caches.values()])
+        nothing = partial(torch.zeros, config.num_blocks, group.block_tokens, dtype=torch.uint8, device=where)
         return {name: kv_caches[name] for name in names if name in kv_caches} or {"none": nothing()}
 
     def _name(self, group: Group) -> str:
