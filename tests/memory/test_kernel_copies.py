@@ -179,6 +179,22 @@ def test_without_triton_a_gather_copies(rng: random.Random, monkeypatch: pytest.
     assert isinstance(by_kernel([(0, 0, (world.near[0].pieces()[0], world.far[0].pieces(DEVICE)[0]))]), ByGather)
 
 
+class NoCompiler:
+    """As Triton answers where there is no C compiler, or no folder for what it makes."""
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        raise RuntimeError("Failed to find C compiler")
+
+
+def test_where_triton_cannot_compile_a_gather_copies(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_kernel_copies, "_copy", NoCompiler())
+    world = World(rng, states)
+    assert isinstance(by_kernel([(0, 0, (world.near[0].pieces()[0], world.far[0].pieces(DEVICE)[0]))]), ByGather)
+    assert "Failed to find C compiler" in caplog.text
+
+
 COMPILED = """
 import re
 from triton.backends.compiler import GPUTarget

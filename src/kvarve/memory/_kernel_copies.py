@@ -7,6 +7,7 @@ thread at a time), as tests have it.
 A launch has few programs: each takes a processor's time from the model that computes beside it.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,6 +21,8 @@ try:
     import triton.language as tl
 except ImportError:
     triton = None
+
+log = logging.getLogger(__name__)
 
 # No GPU has measured these yet (`benchmarks/lanes.py --device cuda:0`).
 PROGRAMS = 12  # at most as many of a GPU's processors, of which an H100 has 132
@@ -104,5 +107,12 @@ class ByKernel:
 
 
 def by_kernel(buffers: Sequence[Buffer], programs: int = PROGRAMS) -> Mover:
-    """A mover for `DeviceCopies`: each launch runs `programs` programs. Without Triton it is `ByGather`."""
-    return ByGather(buffers) if triton is None else ByKernel(buffers, programs)
+    """A mover for `DeviceCopies`: each launch runs `programs` programs. Without Triton, or a C compiler for it, it is
+    `ByGather`."""
+    if triton is None:
+        return ByGather(buffers)
+    try:
+        return ByKernel(buffers, programs)
+    except Exception as e:  # noqa: BLE001  of any compiler
+        log.warning("pages are copied buffer by buffer, as Triton cannot compile one kernel for all: %s", e)
+        return ByGather(buffers)
