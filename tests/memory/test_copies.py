@@ -195,3 +195,15 @@ def test_a_copy_that_fails_ends_when_what_was_sent_of_it_is_done(way: str, monke
     with pytest.raises(RuntimeError, match="out of memory"):
         save(copies, [(0, 0)], [bytes(32)]) if way == "save" else load(copies, [(0, 0)])
     assert CountedEvent.awaited == 1
+
+
+@pytest.mark.parametrize("mover", MOVERS.values(), ids=MOVERS)
+def test_memory_that_was_made_for_inference_is_copied_by_a_thread_that_is_not_told_so(mover: Way) -> None:
+    """As where an engine is set up in torch.inference_mode(): torch lets no one else write such a tensor."""
+    pool = a_pool("uint8")
+    with torch.inference_mode():
+        device, back, host = filled(pool, 1), DeviceArena(pool, 1), HostArena(pool, 1, NAMESPACE)
+        down, up = DeviceCopies([device], [host], mover), DeviceCopies([back], [host], mover)
+    save(down, [(0, 0)], [bytes(32)])
+    load(up, [(0, 0)])
+    assert all(torch.equal(back.buffers[name], tensor) for name, tensor in device.buffers.items())

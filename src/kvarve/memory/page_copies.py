@@ -203,7 +203,7 @@ class DeviceCopies:
     @contextmanager
     def _on(self, stream: Any, ready: Any) -> Iterator[None]:
         """Copy on a stream, after `ready`. A copy that fails waits for what it has sent: its slots are others' then."""
-        with self._torch.stream(stream):
+        with torch.inference_mode(), self._torch.stream(stream):  # else tensors that were made so could not be written
             stream.wait_event(ready)
             try:
                 yield
