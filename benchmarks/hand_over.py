@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from common import arguments, machine, show, watched, write_json
-from kvarve.reference.demo import demo
+from kvarve.bench import demo
 from kvarve.settings.commands import Demo
 
 sys.path.remove(str(Path(__file__).parent))  # or mooncake.py would be taken for the library of its name
@@ -76,13 +76,13 @@ class Pair:
         soon = self._second(at_once, transfer)
         again = self._cold(at_once)
         assert (second.text, soon.text) == (cold.text, again.text), "the second server's answer is another one"
-        assert second.by_tier["storage"] > 0, "nothing came from storage"
-        figures.cold += [cold.ttft_ms, again.ttft_ms]
-        figures.second.append(second.ttft_ms)
-        figures.at_once.append(soon.ttft_ms)
+        assert second.cached["storage"] > 0, "nothing came from storage"
+        figures.cold += [1e3 * cold.ttft_s, 1e3 * again.ttft_s]
+        figures.second.append(1e3 * second.ttft_s)
+        figures.at_once.append(1e3 * soon.ttft_s)
         figures.prompt_tokens += [second.prompt, soon.prompt]
-        figures.from_storage.append(second.by_tier["storage"])
-        figures.from_storage_at_once.append(soon.by_tier["storage"])
+        figures.from_storage.append(second.cached["storage"])
+        figures.from_storage_at_once.append(soon.cached["storage"])
 
     def _messages(self, number: int) -> list[dict[str, str]]:
         system, user = self._opening
@@ -92,16 +92,16 @@ class Pair:
     def _prefilled(self, messages: list[dict[str, str]], figures: Figures) -> object:
         answer = self.prefill.chat(messages, 1, False, kv_transfer_params={"hand_over_s": WITHIN_S})
         assert answer.transfer is not None
-        figures.prefill.append(answer.ttft_ms)
+        figures.prefill.append(1e3 * answer.ttft_s)
         return answer.transfer
 
-    def _cold(self, messages: list[dict[str, str]]) -> demo.Answer:
+    def _cold(self, messages: list[dict[str, str]]) -> demo.Record:
         return self._asked(messages, False, cache_salt="cold")
 
-    def _second(self, messages: list[dict[str, str]], transfer: object) -> demo.Answer:
+    def _second(self, messages: list[dict[str, str]], transfer: object) -> demo.Record:
         return self._asked(messages, True, kv_transfer_params=transfer)
 
-    def _asked(self, messages: list[dict[str, str]], read: bool, **more: object) -> demo.Answer:
+    def _asked(self, messages: list[dict[str, str]], read: bool, **more: object) -> demo.Record:
         answer = self.decode.chat(messages, self.size.answer_tokens, read, **more)
         self.decode.flush("device,host")
         return answer

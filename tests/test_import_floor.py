@@ -24,7 +24,7 @@ FLOORS = (
     {"transfer", "ranks"},
     {"cache", "metrics"},  # the product: scheduler, worker, and both in one process
     {"__init__"},  # the door: public names of what is below, and the version
-    {"reference"},  # an engine, its server, the prover, the demo
+    {"reference"},  # an engine, its server, the prover
     {"planner", "connectors", "transformers"},
     {"bench"},
     {"cli", "testing"},
@@ -173,10 +173,10 @@ INSTALL_OF = {
     "reference/server": "server",
     "reference/server/serve_settings.py": "base",
     "reference/server/keyfile.py": "base",
-    "reference/demo": "demo",
     "cli/admin_client.py": "server",
     "bench": "server",
     "bench/bench_command.py": "base",
+    "bench/demo.py": "demo",
     "planner/charts.py": "demo",
 }
 # What a module finds in the engine that loads it.
@@ -184,7 +184,7 @@ ENGINES = {
     "connectors/vllm": {"vllm"},
     "connectors/sglang": {"sglang"},
     "connectors/checkpoint.py": {"huggingface_hub"},
-    "reference/demo/vllm_engine.py": {"vllm"},
+    "bench/vllm_engine.py": {"vllm"},
 }
 # What a module imports where it is asked to, and refuses clearly without.
 OPTIONAL = {

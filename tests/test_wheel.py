@@ -178,9 +178,7 @@ def test_the_server_extra_serves_a_completion(venv: CleanVenv) -> None:
 def test_the_demo_extra_plots(venv: CleanVenv) -> None:
     venv.install("[demo]")
     assert "--out" in venv.run("kvarve", "demo", "--help")
-    venv.python(
-        "import kvarve.reference.demo.demo\nfrom matplotlib import pyplot\npyplot.subplots()[0].savefig('demo.png')"
-    )
+    venv.python("import kvarve.bench.demo\nfrom matplotlib import pyplot\npyplot.subplots()[0].savefig('demo.png')")
     assert (venv.folder / "demo.png").stat().st_size > 0
 
 

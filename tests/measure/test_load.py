@@ -94,7 +94,7 @@ def test_what_a_stream_says_is_noted(usage: dict[str, Any], cached: dict[str, in
 
     async def work() -> Record:
         async with FakeServer(said) as server:
-            (record,) = await send_all(server.client, talks(1), 1, None)
+            (record,) = await send_all(server.client, talks(1), 1, None, ignore_eos=True)
             assert server.asked[0]["stream_options"] == {"include_usage": True} and server.asked[0]["ignore_eos"]
             return record
 

@@ -9,8 +9,8 @@ import pytest
 from mooncake_cluster import MASTER, METRICS, MIB, Cluster, kill, own_network, require_mooncake
 from processes import until
 
+from kvarve.bench import demo
 from kvarve.cli.main import main
-from kvarve.reference.demo import demo
 from kvarve.settings.commands import Demo
 from tests.sim.models import save_checkpoint, tiny_grid, tiny_model
 
@@ -57,7 +57,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Clu
             cluster.close()
 
 
-def ask(client: demo.Client, seed: int, **more: Any) -> demo.Answer:
+def ask(client: demo.Client, seed: int, **more: Any) -> demo.Record:
     return client.chat(prompt(seed), 8, **({"read_cache": True} | more))
 
 
@@ -67,7 +67,7 @@ def emptied(client: demo.Client) -> demo.Client:
     return client
 
 
-def handed_over(prefill: demo.Client, decode: demo.Client, seed: int) -> demo.Answer:
+def handed_over(prefill: demo.Client, decode: demo.Client, seed: int) -> demo.Record:
     """The answer of the second server to a prompt that the first one has prefilled."""
     asked = emptied(prefill).chat(prompt(seed), 1, True, kv_transfer_params={"hand_over_s": 60})
     emptied(prefill)
@@ -81,24 +81,24 @@ def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_on
     cluster.owner(256 * MIB)
     one, two = servers.start("one"), servers.start("two")
     cold = {seed: ask(one, seed) for seed in range(2)}
-    assert all(not sum(answer.by_tier.values()) for answer in cold.values())
+    assert all(not sum(answer.cached.values()) for answer in cold.values())
     emptied(one)
 
     for seed, answer in cold.items():
         again = ask(two, seed)
         assert again.text == answer.text
-        assert again.by_tier["storage"] >= 0.8 * again.prompt
+        assert again.cached["storage"] >= 0.8 * again.prompt
 
     alone = ask(one, 4, read_cache=False, cache_salt="another")
     second = handed_over(one, two, 4)
     assert second.text == alone.text
-    assert second.by_tier["storage"] >= 0.8 * second.prompt
+    assert second.cached["storage"] >= 0.8 * second.prompt
 
     servers.stop("one")
     one = servers.start("one")
     again = ask(one, 0)
     assert again.text == cold[0].text
-    assert again.by_tier["storage"] >= 0.8 * again.prompt
+    assert again.cached["storage"] >= 0.8 * again.prompt
 
     kill(cluster.master)
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_what_one_server_computed_the_other_has_and_a_restarted_one_has_it_at_on
         emptied(two)
         again = ask(emptied(one), 1)
         assert again.text == cold[1].text
-        return again.by_tier["storage"] >= 0.8 * again.prompt
+        return again.cached["storage"] >= 0.8 * again.prompt
 
     until(hits, "hits from the new master")
 

@@ -14,7 +14,7 @@ from mooncake_cluster import MASTER, METRICS, MIB, Cluster, own_network, require
 from object_servers import KEY, SECRET, Rclone
 from redis_server import RedisServer
 
-from kvarve.reference.demo import demo
+from kvarve.bench import demo
 from kvarve.reference.server.server_process import served
 
 pytestmark = pytest.mark.long
@@ -48,29 +48,33 @@ class Client(demo.Client):
     """With the key of an admin."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._http.headers["Authorization"] = "Bearer the-admin"
+        super().__init__(url, "the-admin")
+        self.url = url
 
-    def asked(self, number: int, read_cache: bool = True) -> demo.Answer:
+    def asked(self, number: int, read_cache: bool = True) -> demo.Record:
         return self.chat([{"role": "user", "content": f"{number}: {STORY * 60}"}], 4, read_cache)
 
     def storage(self) -> Any:
-        return self._http.get("/admin/storage").json()
+        return self._admin("GET").json()
 
     def change(self, storage: str | None) -> None:
         """Attach it in place of the present one, or (None) detach that, on all ranks."""
         before, body = self.storage(), None if storage is None else {"url": storage}
-        answer = self._http.request("DELETE" if body is None else "PUT", "/admin/storage", json=body)
+        answer = self._admin("DELETE" if body is None else "PUT", body)
         assert answer.status_code == httpx.codes.OK, answer.text
         now = answer.json()
         assert now["attached"] == (storage is not None) and now.get("url") == storage
         assert now.get("previous_closed", False) == before["attached"], "it has not let the one before go"
 
+    def _admin(self, method: str, body: Any = None) -> httpx.Response:
+        headers = {"Authorization": "Bearer the-admin"}
+        return httpx.request(method, f"{self.url}/admin/storage", json=body, headers=headers, timeout=600)
+
     def is_warm(self, expected: list[str]) -> bool:
         """All answers come from storage, and are right."""
         answers = [self.asked(number) for number in range(len(expected))]
         assert [answer.text for answer in answers] == expected
-        return all(answer.by_tier["storage"] >= 0.8 * answer.prompt for answer in answers)
+        return all(answer.cached["storage"] >= 0.8 * answer.prompt for answer in answers)
 
     def is_warm_once_stored(self, expected: list[str]) -> bool:
         for number in range(len(expected)):
@@ -86,11 +90,12 @@ def test_a_storage_that_replaces_files_under_traffic_serves_all_ranks_and_those_
 ) -> None:
     over, answered = threading.Event(), [threading.Semaphore(0) for _ in range(3)]
 
-    def repeated(client: Client, number: int) -> list[str]:
+    def repeated(url: str, number: int) -> list[str]:
         texts = []
-        while not over.is_set():
-            texts.append(client.asked(number).text)
-            answered[number].release()
+        with closing(Client(url)) as client:
+            while not over.is_set():
+                texts.append(client.asked(number).text)
+                answered[number].release()
         return texts
 
     def all_go_on() -> None:
@@ -111,7 +116,7 @@ def test_a_storage_that_replaces_files_under_traffic_serves_all_ranks_and_those_
         expected = [client.asked(number, read_cache=False).text for number in range(4)]
         assert client.is_warm_once_stored(expected)
         with ThreadPoolExecutor(3) as clients:
-            traffic = [clients.submit(repeated, client, number) for number in range(3)]
+            traffic = [clients.submit(repeated, client.url, number) for number in range(3)]
             try:
                 all_go_on()
                 for storage in (place, None, files, place):

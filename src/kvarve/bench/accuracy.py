@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvarve.bench.bench_command import Accuracy
-from kvarve.bench.load import Record, Round, connected
-from kvarve.bench.run import check, compared, in_rounds, shown, target
+from kvarve.bench.load import Record, Round, check, connected
+from kvarve.bench.run import compared, in_rounds, shown, target
 from kvarve.bench.workloads import Conversation, Turn
 from kvarve.errors import ConfigError
 from kvarve.reference.engine.recall import recall_task
@@ -87,7 +87,7 @@ def main(options: Accuracy) -> int:
 
 async def _rounds(url: str, options: Accuracy, asked: Sequence[Conversation]) -> list[Round]:
     async with connected(url, options) as client:
-        rounds = await in_rounds(client, options, asked, options.clients, ignore_eos=False, stop=STOP)
+        rounds = await in_rounds(client, options, asked, options.clients, stop=STOP)
         check(record for each in rounds for record in each.records)
         return rounds
 

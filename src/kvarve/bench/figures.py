@@ -16,7 +16,6 @@ from kvarve.reports import COLORS, plain_table
 # Milliseconds of a request, by the name that serving benchmarks give them.
 LATENCIES = {"e2e_ms": "E2E latency", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "late_ms": "sent late"}
 STATISTICS = ("mean", "median", "p99")
-SHADES = ("#b8b8b8", "#4a5568", "#8e7cc3", "#c9624a")  # of rounds; tiers alone have the colours of tiers
 
 
 def figures(result: Round) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def _latencies(good: Sequence[Record]) -> dict[str, list[float]]:
     """Seconds, by the names of LATENCIES."""
     return {
         "e2e_ms": [one.end_s - one.due_s for one in good],
-        "ttft_ms": [one.first_s - one.due_s for one in good],
+        "ttft_ms": [one.ttft_s for one in good],
         "tpot_ms": [(one.end_s - one.first_s) / (one.completion - 1) for one in good if one.completion > 1],
         "itl_ms": [gap for one in good for gap in one.gaps_s],
         "late_ms": [one.sent_s - one.due_s for one in good],
@@ -104,21 +103,22 @@ def table(rounds: Sequence[Mapping[str, Any]], timed: bool) -> Table:
     return shown
 
 
-def draw(title: str, rounds: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """ConfigError: it cannot be written there."""
+def draw(title: str, rounds: Sequence[Mapping[str, Any]], path: Path, least_ms: float | None = None) -> None:
+    """`least_ms`: a lower bound of the times. ConfigError: it cannot be written there."""
     plt = pyplot()
     names = [str(row["round"]) for row in rounds]
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
-    width = 0.8 / len(rounds)
-    for number, row in enumerate(rounds):
-        values = [row["ttft_ms"].get(which, 0.0) for which in STATISTICS]
-        places = [at + number * width for at in range(len(STATISTICS))]
-        left.bar(places, values, width, label=names[number], color=SHADES[number % len(SHADES)])
-    left.set_xticks([at + 0.4 - width / 2 for at in range(len(STATISTICS))], STATISTICS)
-    left.set(title="Time to first token", ylabel="ms")
+    colors = {name: light for name, (light, _) in COLORS.items()}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    means, worst = ([row["ttft_ms"].get(which, 0.0) for row in rounds] for which in ("mean", "p99"))
+    left.bar(names, means, color=[colors.get(name, colors["computed"]) for name in names])
+    left.plot(names, worst, "k_", markersize=18, label="p99")
+    for name, mean, top in zip(names, means, worst, strict=True):
+        text = f"{mean:,.0f} ms\n{mean / (means[0] or 1):.2f} of {names[0]}"
+        left.annotate(text, (name, max(mean, top)), (0, 4), textcoords="offset points", ha="center", fontsize=9)
+    if least_ms is not None:
+        left.axhline(least_ms, color="crimson", linewidth=1, label="copying alone")
+    left.set(title="Time to first token", ylabel="ms", ylim=(0, 1.25 * max(worst) or 1))
     left.legend(frameon=False)
-    middle.bar(names, [row["output_tok_per_s"] for row in rounds], color=[*SHADES] * len(rounds))
-    middle.set(title="Output throughput", ylabel="tokens/s")
     floor = [0.0] * len(rounds)
     for tier in (*TIERS, "cached", "computed"):
         shares = []
@@ -127,10 +127,10 @@ def draw(title: str, rounds: Sequence[Mapping[str, Any]], path: Path) -> None:
             computed = known - sum(row["cached_tokens"].values())
             shares.append(100 * (computed if tier == "computed" else row["cached_tokens"].get(tier, 0)) / known)
         if any(shares):
-            right.bar(names, shares, bottom=floor, label=tier, color=COLORS["host" if tier == "cached" else tier][0])
+            right.bar(names, shares, bottom=floor, label=tier, color=colors["host" if tier == "cached" else tier])
         floor = [below + height for below, height in zip(floor, shares, strict=True)]
     right.set(title="Where prompt tokens came from", ylabel="% of prompt tokens", ylim=(0, 118))
-    right.legend(frameon=False, ncols=3, loc="upper center", fontsize=9)
+    right.legend(frameon=False, ncols=4, loc="upper center", fontsize=9)
     figure.suptitle(title, fontsize=11)
     try:
         figure.savefig(path, dpi=130)

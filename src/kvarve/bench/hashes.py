@@ -9,8 +9,8 @@ import asyncio
 import re
 
 from kvarve.bench.bench_command import Hash, Multiturn
-from kvarve.bench.load import Round, connected
-from kvarve.bench.run import check, in_rounds, shown, target
+from kvarve.bench.load import Round, check, connected
+from kvarve.bench.run import in_rounds, shown, target
 from kvarve.bench.workloads import multiturn
 from kvarve.errors import KvarveError
 from kvarve.reports import Printer, plain_table
@@ -55,7 +55,7 @@ async def _rounds(url: str, options: Hash) -> tuple[list[Round], Counts]:
     )
     conversations = multiturn(asked)
     async with connected(url, options) as client:
-        rounds = await in_rounds(client, options, conversations, options.clients)
+        rounds = await in_rounds(client, options, conversations, options.clients, ignore_eos=True)
         check(record for each in rounds for record in each.records)
         found = ((_SAMPLE.fullmatch(name), value) for name, value in (await client.metrics()).items())
         return rounds, {(match[1], match[2], match[3]): int(value) for match, value in found if match}

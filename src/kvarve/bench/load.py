@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +46,13 @@ class Record:
     cached: dict[str, int] = field(default_factory=dict)
     """tokens of the prompt by tier; under "cached" where the server does not say which"""
     text: str = ""
+    transfer: Any = None
+    """`kv_transfer_params`, if the request asked for a ticket"""
     error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.due_s
 
 
 @dataclass
@@ -54,8 +60,14 @@ class Round:
     """What came of all requests, in the order of the conversations."""
 
     name: str
-    records: list[Record]
-    duration_s: float
+    records: list[Record] = field(default_factory=list)
+    duration_s: float = 0.0
+
+
+def check(records: Iterable[Record]) -> None:
+    """KvarveError for the first of requests that failed."""
+    if failed := next((record for record in records if record.error), None):
+        raise KvarveError(f"the server does not answer: {failed.error}")
 
 
 class Client:
@@ -78,8 +90,8 @@ class Client:
             except (ValueError, LookupError, TypeError):
                 raise KvarveError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
 
-    async def ask(self, turn: Turn, record: Record, *, ignore_eos: bool = True, stop: Sequence[str] = ()) -> None:
-        """Send a request now, and fill its record in; an error is noted there."""
+    async def ask(self, turn: Turn, record: Record, **more: Any) -> None:
+        """Send a request now, and fill its record in; an error is noted there. `more`: fields of the request."""
         chat = isinstance(turn.prompt, list) and isinstance(turn.prompt[0], dict)
         path = "/v1/chat/completions" if chat else "/v1/completions"
         body: dict[str, Any] = {
@@ -90,9 +102,7 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        body |= {"ignore_eos": True} if ignore_eos else {}
-        body |= {"stop": [*stop]} if stop else {}
-        content = json.dumps(body).encode()
+        content = json.dumps(body | more).encode()
         record.sent_s = time.perf_counter()
         try:
             async with self._http.stream("POST", path, content=content, headers=self._headers(0)) as response:
@@ -121,6 +131,7 @@ class Client:
                     return
                 if usage := event.get("usage"):
                     _note(record, usage)
+                record.transfer = event.get("kv_transfer_params", record.transfer)
                 for choice in event["choices"]:
                     text = choice["delta"].get("content") if "delta" in choice else choice["text"]
                     if not text:
@@ -191,7 +202,7 @@ async def send_all(
     tick: Callable[[Record], None] = lambda record: None,
     **more: Any,
 ) -> list[Record]:
-    """All requests, by `clients` at once or at their times; `more` is of `Client.ask`."""
+    """All requests, by `clients` at once or at their times; `more`: fields of each."""
     records: list[list[Record]] = [[] for _ in conversations]
     start = time.perf_counter()
 

@@ -4,7 +4,7 @@ import asyncio
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvarve.bench.bench_command import Load, Target
 from kvarve.bench.figures import draw, figures, same_answers, table
-from kvarve.bench.load import Client, Record, Round, arrivals, connected, send_all
+from kvarve.bench.load import Client, Record, Round, arrivals, check, connected, send_all
 from kvarve.bench.workloads import Conversation, warm_up
-from kvarve.errors import ConfigError, KvarveError
+from kvarve.errors import ConfigError
 from kvarve.planner.charts import pyplot
 from kvarve.reference.server.server_process import empty_log, served
 from kvarve.reports import Printer, check_file
@@ -58,8 +58,9 @@ def load(kind: str, options: Load, make: Callable[[], list[Conversation]]) -> in
 async def _rounds(url: str, options: Load, conversations: Sequence[Conversation]) -> list[Round]:
     begins_s = arrivals(conversations, options.rate, options.seed)
     async with connected(url, options) as client:
-        check(await send_all(client, warm_up(options.warmup, conversations, options.seed), options.warmup, None))
-        return await in_rounds(client, options, conversations, options.clients, begins_s)
+        asked = warm_up(options.warmup, conversations, options.seed)
+        check(await send_all(client, asked, options.warmup, None, ignore_eos=True))
+        return await in_rounds(client, options, conversations, options.clients, begins_s, ignore_eos=True)
 
 
 async def in_rounds(
@@ -70,15 +71,15 @@ async def in_rounds(
     begins_s: Sequence[float] | None = None,
     **more: Any,
 ) -> list[Round]:
-    """All rounds, with what `--flush` says between two of them; `more` is of `Client.ask`."""
-    rounds = []
-    with bars(options.rounds, sum(len(each.turns) for each in conversations)) as begin:
-        for number in range(options.rounds):
-            if number and options.flush != "none":
+    """All rounds, with what `--flush` says between two of them; `more`: fields of each request."""
+    rounds = [Round(f"round {number + 1}") for number in range(options.rounds)]
+    with bars(rounds, sum(len(each.turns) for each in conversations)) as begin:
+        for each in rounds:
+            if each is not rounds[0] and options.flush != "none":
                 await client.flush(options.flush)
-            tick, start = begin(number), time.perf_counter()
-            records = await send_all(client, conversations, clients, begins_s, tick, **more)
-            rounds.append(Round(f"round {number + 1}", records, time.perf_counter() - start))
+            tick, start = begin(each), time.perf_counter()
+            each.records = await send_all(client, conversations, clients, begins_s, tick, **more)
+            each.duration_s = time.perf_counter() - start
     return rounds
 
 
@@ -88,12 +89,6 @@ def compared(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     for row, each in zip(rows, rounds, strict=True):
         row["same_answers"] = same_answers(rounds[0].records, each.records)
     return rows
-
-
-def check(records: Iterable[Record]) -> None:
-    """KvarveError for the first of requests that failed."""
-    if failed := next((record for record in records if record.error), None):
-        raise KvarveError(f"the server does not answer: {failed.error}")
 
 
 @contextmanager
@@ -130,29 +125,31 @@ def shown(options: Target) -> dict[str, Any]:
     }
 
 
+Begin = Callable[..., Callable[[Record], None]]
+
+
 @contextmanager
-def bars(rounds: int, requests: int) -> Iterator[Callable[[int], Callable[[Record], None]]]:
+def bars(rounds: Sequence[Round], requests: int) -> Iterator[Begin]:
     """Progress on standard error, a bar for each round: begins one, and counts each request that ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(
         *columns, TextColumn("{task.fields[last]}"), console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        tasks = [
-            progress.add_task(f"round {number + 1}", total=requests, start=False, last="") for number in range(rounds)
-        ]
+        tasks = {each.name: progress.add_task(each.name, total=requests, start=False, last="") for each in rounds}
 
-        def begin(number: int) -> Callable[[Record], None]:
-            seconds, failed = list[float](), list[str]()
-            progress.start_task(tasks[number])
+        def begin(each: Round, doing: str = "") -> Callable[[Record], None]:
+            task, ended, failed = tasks[each.name], list[Record](), list[str]()
+            progress.start_task(task)
+            progress.update(task, last=doing)
 
             def tick(record: Record) -> None:
                 if record.error:
                     failed.append(record.error)
                 else:
-                    seconds.append(record.first_s - record.due_s)
-                last = f"TTFT {1e3 * sum(seconds) / len(seconds):,.0f} ms" if seconds else ""
-                progress.update(tasks[number], advance=1, last=last + (f", {len(failed)} failed" if failed else ""))
+                    ended.append(record)
+                last = f"TTFT {1e3 * sum(one.ttft_s for one in ended) / len(ended):,.0f} ms" if ended else ""
+                progress.update(task, advance=1, last=last + (f", {len(failed)} failed" if failed else ""))
 
             return tick
 

@@ -152,12 +152,12 @@ def serve(*, settings: Settings = Settings(), config: ConfigFile = None) -> None
 def demo(*, options: Demo = Demo(), config: ConfigFile = None) -> int:
     """Measure what the cache does on this machine."""
     if options.engine == "vllm":
-        with needs("engine", "demo --engine vllm"):
-            from kvarve.reference.demo import demo_vllm
+        with needs("server", "demo --engine vllm"):
+            from kvarve.bench import demo_vllm
 
         return demo_vllm.main(options)
     with needs("demo", "demo"):
-        from kvarve.reference.demo import demo
+        from kvarve.bench import demo
 
     return demo.main(options)
 

@@ -1,1 +1,1 @@
-"""An engine, a server, a prover and a demo, to try kvarve and to prove it: not the product."""
+"""An engine, a server and a prover, to try kvarve and to prove it: not the product."""

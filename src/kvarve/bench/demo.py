@@ -5,11 +5,11 @@ It starts `kvarve serve` as a user would and talks to it over HTTP only. The sam
 server was restarted, and memory is emptied before each request). All rounds have to give the same answers.
 """
 
-import json
+import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,13 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from kvarve.bench import load
+from kvarve.bench.demo_report import FOLLOW_UPS, finish, sections
+from kvarve.bench.figures import figures
+from kvarve.bench.load import Record, Round
+from kvarve.bench.run import bars
+from kvarve.bench.workloads import Message, Turn
 from kvarve.errors import KvarveError
-from kvarve.reference.demo.demo_report import FOLLOW_UPS, Answer, Round, bars, finish, sections
 from kvarve.reference.engine.recall import RecallTask, recall_task, score
 from kvarve.reference.server.server_process import empty_log, served
 from kvarve.settings.commands import Demo
@@ -47,63 +52,28 @@ QUICK = Size(conversations=1, tasks=2, turns=2, answer_tokens=8)
 
 
 class Client:
-    """Talks to one server as any OpenAI client would."""
+    """The client of `kvarve bench`, for a request at a time."""
 
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=600.0, trust_env=False)
+    def __init__(self, url: str, admin_key: str | None = None) -> None:
+        self._loop, self._client = asyncio.Runner(), load.Client(url, admin_key=admin_key)
 
-    def chat(self, messages: list[dict[str, str]], max_tokens: int, read_cache: bool, **more: Any) -> Answer:
-        """`more`: other fields of the request."""
-        body = more | {
-            "messages": messages,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "skip_reading_prefix_cache": not read_cache,
-        }
-        text, first, start = "", None, time.perf_counter()
-        usage: dict[str, Any] = {}
-        transfer = None
-        with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != httpx.codes.OK:
-                raise KvarveError(f"the server answered {response.status_code}: {response.read().decode()[:300]}")
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise KvarveError(f"the server failed: {event['error']['message']}")
-                usage = event.get("usage") or usage
-                transfer = event.get("kv_transfer_params", transfer)
-                for choice in event["choices"]:
-                    text += choice["delta"].get("content") or ""
-                    if first is None and (text or choice["finish_reason"]):
-                        first = time.perf_counter()
-        end = time.perf_counter()
-        first = first or end
-        return Answer(
-            text,
-            (first - start) * 1e3,
-            end - first,
-            usage["prompt_tokens"],
-            usage["completion_tokens"],
-            usage["kvarve"]["cached_tokens"],
-            transfer,
-        )
+    def chat(self, messages: list[Message], max_tokens: int, read_cache: bool, **more: Any) -> Record:
+        """KvarveError: there is no answer. `more`: other fields of the request."""
+        record = Record(0, 0, time.perf_counter())
+        more |= {"skip_reading_prefix_cache": not read_cache}
+        self._loop.run(self._client.ask(Turn(messages, max_tokens), record, **more))
+        load.check([record])
+        return record
 
     def flush(self, tiers: str) -> None:
-        self._http.post("/flush_cache", params={"tiers": tiers}).raise_for_status()
+        self._loop.run(self._client.flush(tiers))
 
     def metrics(self) -> dict[str, float]:
-        """The samples of /metrics by name and labels."""
-        lines = self._http.get("/metrics").raise_for_status().text.splitlines()
-        return {
-            name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        }
+        return self._loop.run(self._client.metrics())
 
     def close(self) -> None:
-        self._http.close()
+        self._loop.run(self._client.close())
+        self._loop.close()
 
 
 @contextmanager
@@ -123,7 +93,7 @@ def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
             client.close()
 
 
-def conversations(size: Size) -> list[list[dict[str, str]]]:
+def conversations(size: Size) -> list[list[Message]]:
     """The first messages of conversations about real text: long sections of CPython's own manual."""
     return [
         [
@@ -135,29 +105,37 @@ def conversations(size: Size) -> list[list[dict[str, str]]]:
 
 
 def run_round(
-    result: Round, client: Client, size: Size, topics_: list[list[dict[str, str]]], tasks: list[RecallTask], tick: Any
-) -> None:
-    """All requests of one round, one at a time."""
-    flush, read = FLUSH.get(result.name), result.name != "cold"
+    result: Round,
+    client: Client,
+    size: Size,
+    openings: list[list[Message]],
+    tasks: list[RecallTask],
+    tick: Callable[[Record], None],
+) -> float:
+    """All requests of one round, one at a time; the share of the tasks' questions that were answered right."""
+    flush, read, start = FLUSH.get(result.name), result.name != "cold", time.perf_counter()
 
-    def ask(messages: list[dict[str, str]]) -> str:
+    def ask(messages: list[Message]) -> str:
         if flush:
             client.flush(flush)
-        answer = client.chat(messages, size.answer_tokens, read)
-        result.answers.append(answer)
-        tick(answer)
-        return answer.text
+        record = client.chat(messages, size.answer_tokens, read)
+        result.records.append(record)
+        tick(record)
+        return record.text
 
-    for opening in topics_:
+    for opening in openings:
         messages = [*opening]
         for turn in range(size.turns):
             messages.append({"role": "assistant", "content": ask(messages)})
             messages.append({"role": "user", "content": FOLLOW_UPS[(turn + 1) % len(FOLLOW_UPS)]})
+    scores = list[float]()
     for task in tasks:
         answers: list[str] = []
         for _ in task.questions:
             answers.append(ask(task.messages(answers)))
-        result.scores.append(score(answers, [question.answer for question in task.questions]))
+        scores.append(score(answers, [question.answer for question in task.questions]))
+    result.duration_s = time.perf_counter() - start
+    return statistics.fmean(scores)
 
 
 def memcpy_bytes_per_s() -> float:
@@ -181,11 +159,11 @@ def bound(metrics: dict[str, float], rounds: list[Round]) -> dict[str, float]:
     page_tokens = metrics["kvarve_page_tokens"]
     speed = memcpy_bytes_per_s()
     moved = []
-    for answer in rounds[1].answers:
-        pages = sum(answer.by_tier.values()) / page_tokens
+    for record in rounds[1].records:
+        pages = sum(record.cached.values()) / page_tokens
         # A lookback of 0 stands for "all pages".
         moved.append(sum(size[pool] * (min(pages, lookback[pool]) if lookback[pool] else pages) for pool in size))
-    cold = statistics.fmean(answer.ttft_ms for answer in rounds[0].answers)
+    cold = 1e3 * statistics.fmean(record.ttft_s for record in rounds[0].records)
     copy_ms = statistics.fmean(moved) / speed * 1e3
     return {
         "memcpy_gb_s": round(speed / 1e9, 2),
@@ -211,24 +189,21 @@ def main(options: Demo) -> int:
         f"[bold]kvarve demo[/bold]: {escape(options.model)}, {per_round} requests of about {size.tokens:,} tokens in "
         f"each of four rounds; the server's log is {escape(str(log))}"
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="storage-", dir=out) as folder,
-        bars(console, rounds, per_round) as shown,
-    ):
+    scores: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="storage-", dir=out) as folder, bars(rounds, per_round) as begin:
 
-        def work(result: Round, client: Client) -> None:
-            shown.begin(result)
-            run_round(result, client, size, opening, tasks, lambda answer: shown.tick(result, answer))
-
-        with server(options, Path(folder), log) as client:
+        def work(client: Client, *rounds: Round) -> None:
             client.chat([{"role": "user", "content": "hello"}], 2, read_cache=False)  # first-use costs are not TTFT
-            for result in rounds[:3]:
-                work(result, client)
+            for result in rounds:
+                scores.append(run_round(result, client, size, opening, tasks, begin(result)))
+
         with server(options, Path(folder), log) as client:
-            client.chat([{"role": "user", "content": "hello"}], 2, read_cache=False)
-            work(rounds[3], client)
+            work(client, *rounds[:3])
+        with server(options, Path(folder), log) as client:
+            work(client, rounds[3])
             limits = bound(client.metrics(), rounds)
-    report = {"model": options.model, "tp": options.tp, "rounds": [each.row() for each in rounds], "bound": limits}
+    rows = [figures(each) | {"accuracy": round(one, 4)} for each, one in zip(rounds, scores, strict=True)]
+    report = {"model": options.model, "tp": options.tp, "rounds": rows, "bound": limits}
     said = (
         f"A warm request brings back {limits['bytes_per_request'] / 1e6:.2f} MB; copying them once at this machine's "
         f"{limits['memcpy_gb_s']:.1f} GB/s takes {limits['copy_only_ttft_ms']:.2f} ms "

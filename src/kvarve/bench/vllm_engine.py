@@ -1,6 +1,6 @@
 """One vLLM engine in this process, scheduler and worker too. `vllm_process` starts it and talks to it in lines of JSON.
 
-    python -P -m kvarve.reference.demo.vllm_engine '{"engine": {…}, "kvarve": {…} or null}'
+    python -P -m kvarve.bench.vllm_engine '{"engine": {…}, "kvarve": {…} or null}'
 
 `engine`: what vLLM's LLM takes. `kvarve`: the connector's settings; null: vLLM alone.
 """

@@ -14,7 +14,7 @@ from typing import Any
 from kvarve.errors import ConfigError, KvarveError
 
 VARIABLE = "KVARVE_VLLM_PYTHON"
-_CHECKOUT = Path(__file__).parents[4]  # or whatever kvarve is installed in
+_CHECKOUT = Path(__file__).parents[3]  # or whatever kvarve is installed in
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -2,7 +2,7 @@
 
 Every request of a round has to give the tokens and logprobs of vLLM alone, bit for bit.
 
-Engines run in processes of their own (`demo/vllm_engine.py`). The model is made here with random weights: it is
+Engines run in processes of their own (`vllm_engine.py`). The model is made here with random weights: it is
 about what is kept, not what is said.
 """
 
@@ -11,24 +11,18 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from kvarve.bench.demo_report import FOLLOW_UPS, finish, sections
+from kvarve.bench.figures import figures
+from kvarve.bench.load import TIERS, Record, Round
+from kvarve.bench.run import bars
+from kvarve.bench.vllm_process import EngineProcess, python_with_vllm
 from kvarve.errors import ConfigError
-from kvarve.reference.demo.demo_report import (
-    FOLLOW_UPS,
-    TIERS,
-    Answer,
-    Round,
-    bars,
-    finish,
-    sections,
-)
-from kvarve.reference.demo.vllm_process import EngineProcess, python_with_vllm
 from kvarve.reference.server.server_process import empty_log
 from kvarve.settings.commands import Demo
 
@@ -41,7 +35,7 @@ ROUNDS = {
     "storage": "vLLM was restarted, and all memory is emptied before each request",
 }
 SOURCE = {"device": "device", "host": "host", "storage": "disk"}  # what vLLM calls them
-TOKENIZER = Path(__file__).parents[1] / "engine" / "builtin" / "tiny-hybrid"
+TOKENIZER = Path(__file__).parents[1] / "reference" / "engine" / "builtin" / "tiny-hybrid"
 # Three linear layers to one of attention, as Qwen3.5 has them; vLLM's CPU build computes linear heads of 128 only, in
 # bfloat16. Weights are drawn wide enough for a wrong page to change logits.
 SHAPE = {
@@ -102,7 +96,7 @@ def tokenizer(folder: Path) -> Callable[[str], list[int]]:
 
 
 def run_round(
-    result: Round, engine: EngineProcess, size: Size, talks: list[list[list[int]]], tick: Callable[[Answer], None]
+    result: Round, engine: EngineProcess, size: Size, talks: list[list[list[int]]], tick: Callable[[Record], None]
 ) -> None:
     """All requests of a round, one at a time. `talks`: of each conversation what the user says, turn by turn."""
     for said in talks:
@@ -114,19 +108,23 @@ def run_round(
             read = result.name in TIERS
             told = engine.call("ask", prompt=prompt, tokens=size.answer_tokens, read=read)
             engine.call("drain")
-            result.answers.append(answer_of(told, len(prompt)))
-            tick(result.answers[-1])
+            result.records.append(record_of(told, len(prompt)))
+            tick(result.records[-1])
             prompt = prompt + told["tokens"]
+    result.duration_s = sum(record.end_s for record in result.records)
 
 
-def answer_of(told: dict[str, Any], prompt: int) -> Answer:
-    return Answer(
-        json.dumps([told["tokens"], told["logprobs"]]),
-        told["first_s"] * 1e3,
-        told["last_s"] - told["first_s"],
-        prompt,
-        len(told["tokens"]),
-        {tier: told["sources"].get(source, 0) for tier, source in SOURCE.items()},
+def record_of(told: dict[str, Any], prompt: int) -> Record:
+    return Record(
+        0,
+        0,
+        due_s=0.0,
+        first_s=told["first_s"],
+        end_s=told["last_s"],
+        prompt=prompt,
+        completion=len(told["tokens"]),
+        cached={tier: told["sources"].get(source, 0) for tier, source in SOURCE.items()},
+        text=json.dumps([told["tokens"], told["logprobs"]]),
     )
 
 
@@ -170,23 +168,22 @@ def main(options: Demo) -> int:
         }
         url = options.storage or f"file://{(folder / 'storage').resolve()}?capacity=1GiB"
         kvarve: dict[str, Any] = {"host_memory": "256MiB", "storage": url, "storage_wait": "all"}
-        with bars(console, rounds, requests) as shown:
+        with bars(rounds, requests) as begin:
 
             def engine(settings: dict[str, Any] | None) -> EngineProcess:
                 return EngineProcess(python, {"engine": plain, "kvarve": settings}, log)
 
             def play(engine: EngineProcess, *names: str) -> dict[str, Any]:
                 """Some rounds in one engine; what it tells in the end."""
-                shown.begin(found[names[0]], "vLLM starts")
+                begin(found[names[0]], "vLLM starts")
                 engine.call("ask", prompt=WARM_UP, tokens=2, read=False)
                 for each in names:
-                    shown.begin(found[each])
-                    run_round(found[each], engine, size, talks, partial(shown.tick, found[each]))
+                    run_round(found[each], engine, size, talks, begin(found[each]))
                 return dict(engine.call("about"))
 
             with engine(kvarve) as first:
                 with engine(None) as alone:  # they start at the same time, and compute one after the other
-                    shown.begin(found[ALONE], "vLLM starts, half a minute")
+                    begin(found[ALONE], "vLLM starts, half a minute")
                     first.ready()
                     play(alone, ALONE)
                 before = play(first, "cold", "device", "host")
@@ -196,7 +193,7 @@ def main(options: Demo) -> int:
     report = {
         "model": f"vLLM {before['vllm']}, {parameters / 1e6:.1f}M random parameters",
         "page_tokens": before["page"],
-        "rounds": [result.row() for result in rounds],
+        "rounds": [*map(figures, rounds)],
         "pages": counts,
     }
     said = (
