@@ -18,6 +18,7 @@ from kvarve.connectors.engine_page import EnginePage, app_of, open_page
 from kvarve.connectors.levels import Levels, levels_of, port_of
 from kvarve.core.observe.reasons import Reason
 from kvarve.errors import ConfigError
+from kvarve.reference.server import live_cache
 
 STORAGE = "memory://beside-an-engine?capacity=1MiB"
 
@@ -38,6 +39,7 @@ def sim() -> SimulatedVllm:
 @pytest.fixture
 def page(sim: SimulatedVllm, levels: Levels, monkeypatch: pytest.MonkeyPatch) -> Iterator[EnginePage]:
     monkeypatch.setattr(engine_page, "LOOK_S", 0.0)
+    monkeypatch.setattr(live_cache, "FRESH_S", 0.0)
     page = EnginePage("a model", sim.planner._scheduler, {0: levels, 1: levels}, lambda: None)
     yield page
     page.end()
@@ -88,7 +90,6 @@ def test_a_rank_whose_storage_is_down_is_named_with_its_error(
     assert not told(page)["trouble"]
     page.reported({1: replace(levels, storage={**levels.storage, "up": False, "last_error": "no route"})})
     page.look(sim.planner.reasons, [True, False])
-    page._made.update(dict.fromkeys(page._made, (b"", 0.0)))  # what the viewer before got
     found = told(page)
     assert [(each["rank"], each["up"], each["last_error"]) for each in found["ranks"]] == [
         (0, True, None),

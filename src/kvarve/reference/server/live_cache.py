@@ -102,8 +102,7 @@ class CacheLive:
         self._countdown = 0  # samples until the storage is asked again
         self._hottest: list[Hottest] = []
         self._hottest_s = self._began_s  # when they were told
-        self._made = dict.fromkeys((False, True), (b"", 0.0))  # what viewers got last, and until when it is fresh
-        self._shared = {hour: Shared(partial(self._content, hour)) for hour in self._made}
+        self._shared = {hour: Shared(partial(self._content, hour)) for hour in (False, True)}
         stats = self.now().cache
         self._tiers = [tier for tier in MEMORY_TIERS if _size(tier, stats)]  # that can hold pages
         self.mark("start", f"version {__version__}")
@@ -144,14 +143,11 @@ class CacheLive:
 
     async def data(self, hour: bool = False) -> Response:
         """The endpoint, with the history of five minutes or of an hour; viewers share an answer."""
-        content = await self._shared[hour].get()
+        content = await self._shared[hour].get(FRESH_S)
         return Response(content, media_type="application/json", headers=HEADERS | {"Cache-Control": "no-store"})
 
     async def _content(self, hour: bool) -> bytes:
-        if time.monotonic() >= self._made[hour][1]:
-            made = await apart(lambda: json.dumps(self.told(hour), separators=(",", ":")).encode())
-            self._made[hour] = made, time.monotonic() + FRESH_S
-        return self._made[hour][0]
+        return await apart(lambda: json.dumps(self.told(hour), separators=(",", ":")).encode())
 
     def mark(self, what: str, text: str) -> None:
         """Note a change of the server for the charts."""

@@ -1,6 +1,7 @@
 """Worker threads for slow work off the event loop, by size, so that a short request never waits behind a long one."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
@@ -30,19 +31,16 @@ async def apart(work: Callable[[], T]) -> T:
 
 
 class Shared(Generic[T]):
-    """Work that is done once at a time, whoever asks: all who ask before it begins get its result, so that none gets
-    one from before the question. Belongs to the event loop."""
+    """Work that is done once at a time, whoever asks. Belongs to the event loop."""
 
     def __init__(self, work: Callable[[], Awaitable[T]]) -> None:
         self._work, self._one = work, asyncio.Lock()
-        self._next: asyncio.Task[T] | None = None  # it waits for the one that runs
+        self._made: tuple[float, T] | None = None  # when it was begun, and the result
 
-    async def get(self) -> T:
-        if self._next is None:
-            self._next = asyncio.create_task(self._done())
-        return await asyncio.shield(self._next)
-
-    async def _done(self) -> T:
+    async def get(self, fresh_s: float = 0.0) -> T:
+        """The result of work that has begun since the question, or up to `fresh_s` before it."""
+        asked_s = time.monotonic()
         async with self._one:
-            self._next = None
-            return await self._work()
+            if self._made is None or self._made[0] < asked_s - fresh_s:
+                self._made = time.monotonic(), await self._work()
+            return self._made[1]
