@@ -40,7 +40,7 @@ class Machine:
 def ours(*words: str, on: Machine = Machine()) -> tuple[list[str], list[str]]:  # noqa: B008 - frozen by its tests
     """The words in our flags, and the notes."""
     notes = list[str]()
-    return translated(words, OUR_FLAGS | {"--config"}, DEVICE, on, notes.append, shown), notes
+    return translated(words, OUR_FLAGS | {"--config"}, DEVICE, lambda: on, notes.append, shown), notes
 
 
 def test_each_flag_is_one_of_ours_or_says_why_not() -> None:

@@ -18,7 +18,7 @@ from kvarve.reference.server.logs import begin_log
 from kvarve.reference.server.serve_settings import ADVANCED, GROUPS, Settings
 from kvarve.settings.commands import Attach, Demo, Models, Remote, Verify
 from kvarve.settings.options import ConfigFile, Help, call, example, needs, root_app
-from kvarve.settings.translate import command_of, in_words, translated
+from kvarve.settings.translate import Measures, command_of, in_words, translated
 from kvarve.storage.urls import shown
 
 _SERVE = example(
@@ -111,20 +111,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-class _Measures:
-    """Loads torch when it is asked."""
+def _measures() -> Measures:
+    with needs("engine", "memory as a number of tokens or a share of a GPU"):
+        from kvarve.reference.server import measures  # it loads torch
 
-    def pages_bytes(self, words: Sequence[str], tokens: int) -> int:
-        with needs("engine", "a number of tokens"):
-            from kvarve.reference.server import measures
-
-        return measures.pages_bytes(words, tokens)
-
-    def gpu_bytes(self, words: Sequence[str]) -> tuple[int, int] | None:
-        with needs("engine", "a share of a GPU"):
-            from kvarve.reference.server import measures
-
-        return measures.gpu_bytes(words)
+    return measures
 
 
 def _translated(words: Sequence[str], foreign: bool = False) -> list[str]:
@@ -135,7 +126,7 @@ def _translated(words: Sequence[str], foreign: bool = False) -> list[str]:
     def note(text: str) -> None:
         print(f"kvarve: {text}", file=sys.stderr)
 
-    return translated(words, known, Settings.device_memory, _Measures(), note, shown, foreign)
+    return translated(words, known, Settings.device_memory, _measures, note, shown, foreign)
 
 
 @app.command(help_epilogue=_SERVE, help_formatter=Help(GROUPS, "kvarve config show --help"))

@@ -65,7 +65,7 @@ def translated(
     words: Iterable[str],
     options: Collection[str],
     device_memory: int,
-    measures: Measures,
+    measures: Callable[[], Measures],
     note: Callable[[str], None],
     shown: Callable[[str], str],
     foreign: bool = False,
@@ -203,7 +203,9 @@ def _host(device_memory: int, theirs: dict[str, str], ours: list[str]) -> list[s
     return ["--host-memory", f"{int(ratio * _device_bytes(ours, device_memory))}B"]
 
 
-def _device(measures: Measures, note: Callable[[str], None], theirs: dict[str, str], ours: list[str]) -> list[str]:
+def _device(
+    measures: Callable[[], Measures], note: Callable[[str], None], theirs: dict[str, str], ours: list[str]
+) -> list[str]:
     """Device memory, of theirs the least of a share of a GPU and a number of tokens."""
     found, asked = list[int](), [name for name in (TOKENS, *FRACTIONS) if name in theirs]
     for name in asked:
@@ -214,8 +216,8 @@ def _device(measures: Measures, note: Callable[[str], None], theirs: dict[str, s
             raise ConfigError(f"{name} must be {form}, got {text[:40]!r}")
         try:
             if whole:
-                found.append(measures.pages_bytes(ours, int(text)))
-            elif (gpu := measures.gpu_bytes(ours)) is None:
+                found.append(measures().pages_bytes(ours, int(text)))
+            elif (gpu := measures().gpu_bytes(ours)) is None:
                 note(f"{name} changes nothing here: there is no GPU, so --device-memory says it")
             else:
                 found.append(int(float(text) * gpu[0] - gpu[1]))

@@ -11,16 +11,18 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
 from kvarve.core.observe.page_events import Told
 from kvarve.errors import ConfigError
 from kvarve.pages.keys import KEY_BYTES, unpack
 from kvarve.pages.pools import ModelIdentity, PoolSpec, Tier
+from kvarve.settings.options import needs
+from kvarve.settings.values import Form, read_settings
 
 log = logging.getLogger(__name__)
 
@@ -34,19 +36,32 @@ _FLAG = "--kv-events-config"
 _TCP = re.compile(r"tcp://(.+):([0-9]{1,5})", re.ASCII)
 
 
+def _is_endpoint(text: str) -> bool:
+    tcp = _TCP.fullmatch(text)
+    return (tcp is not None and int(tcp[2]) < 1 << 16) or (text.startswith("ipc://") and len(text) > len("ipc://"))
+
+
+_WORDS = "an endpoint of ZeroMQ: write tcp://*:5557, tcp://HOST:5557 or ipc:///PATH"
+Endpoint = Annotated[str, Form(_WORDS, (str,), holds=lambda text: not text or _is_endpoint(text))]
+
+
+def _from(least: int) -> Form:
+    return Form(f"a whole number from {least} on, below 2^31", (int,), holds=lambda value: least <= value < 1 << 31)
+
+
 @dataclass(frozen=True)
 class KvEventsConfig:
-    """vLLM's fields of the flag, and the rank; `of_json` says what is wrong with them."""
+    """vLLM's fields of the flag, and the rank."""
 
     enable_kv_cache_events: bool = False
-    publisher: str | None = None
-    endpoint: str = ""  # bound if it has a * or is a path, else connected to; unless given, bound on loopback
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    publisher: Literal["zmq", "null"] | None = None
+    endpoint: Endpoint = ""  # bound if it has a * or is a path, else connected to; unless given, bound on loopback
+    replay_endpoint: Endpoint | None = None
+    buffer_steps: Annotated[int, _from(1)] = 10_000
+    hwm: Annotated[int, _from(0)] = 100_000
+    max_queue_size: Annotated[int, _from(1)] = 100_000
     topic: str = ""
-    data_parallel_rank: int = 0  # of this server, where others run beside it
+    data_parallel_rank: Annotated[int, _from(0)] = 0  # of this server, where others run beside it
 
     @classmethod
     def of_json(cls, text: str) -> "KvEventsConfig":
@@ -57,26 +72,10 @@ class KvEventsConfig:
             given = None
         if not isinstance(given, dict):
             raise ConfigError(f'{_FLAG} must be JSON, such as {{"enable_kv_cache_events": true}}, not {text[:80]!r}')
-        for name, value in given.items():
-            kind = _KINDS.get(name)
-            if kind is None:
-                raise ConfigError(f"{_FLAG}: unknown setting {name[:40]!r}; known: {', '.join(_KINDS)}")
-            if type(value) not in kind or (type(value) is int and not _LEAST.get(name, 1) <= value < 1 << 31):
-                raise ConfigError(f"{_FLAG}: {name} cannot be {str(value)[:80]!r}")
-        config = cls(**given)
-        if config.publisher not in (None, "null", "zmq"):
-            raise ConfigError(f"{_FLAG}: publisher must be zmq or null, not {config.publisher!r}")
-        for endpoint in (config.endpoint, config.replay_endpoint):
-            if endpoint and not _is_endpoint(endpoint):
-                raise ConfigError(
-                    f"{_FLAG}: {endpoint[:80]!r} must be an endpoint of ZeroMQ: write tcp://*:5557, tcp://HOST:5557 or "
-                    f"ipc:///PATH"
-                )
+        config = read_settings(cls, given, _FLAG)
         if config.on:
-            try:
+            with needs("events", _FLAG):
                 import_module("zmq"), import_module("msgpack")
-            except ImportError as e:
-                raise ConfigError(f"{_FLAG} needs pyzmq and msgpack ({e}): install the extra 'events'") from e
         return config
 
     @property
@@ -92,17 +91,6 @@ class KvEventsConfig:
     def binds(self) -> bool:
         """Whether it listens for receivers, else it connects to one."""
         return not self.endpoint or "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith("ipc://")
-
-
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    name: get_args(hint) or (hint,) for name, hint in get_type_hints(KvEventsConfig).items()
-}
-_LEAST = {"hwm": 0, "data_parallel_rank": 0}
-
-
-def _is_endpoint(text: str) -> bool:
-    tcp = _TCP.fullmatch(text)
-    return (tcp is not None and int(tcp[2]) < 1 << 16) or (text.startswith("ipc://") and len(text) > len("ipc://"))
 
 
 def _of_rank(endpoint: str, rank: int) -> str:

@@ -17,6 +17,7 @@ from kvarve import __version__
 from kvarve.errors import ConfigError
 from kvarve.reference.engine.requests import Finish
 from kvarve.reference.server.answers import Answer
+from kvarve.settings.options import needs
 from kvarve.storage.urls import shown
 from kvarve.system.background import BackgroundCall
 
@@ -43,10 +44,8 @@ def check_endpoint(url: str) -> str:
             f"--otlp-traces-endpoint: {shown(url)!r} must be the URL of a collector that takes OTLP over HTTP, such as "
             f"http://127.0.0.1:4318"
         )
-    try:
+    with needs("otel", "--otlp-traces-endpoint"):
         import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    except ImportError as e:
-        raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry ({e}): install the extra 'otel'") from e
     return url if parts.path not in ("", "/") else parts._replace(path=PATH).geturl()
 
 
