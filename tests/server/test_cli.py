@@ -159,10 +159,13 @@ def test_a_model_whose_pages_have_to_be_larger_says_so_before_its_weights_are_re
     assert f"compresses 128 tokens into one entry, which a page of {page} tokens would cut in two" in line
 
 
-def test_without_a_page_size_a_model_gets_the_one_that_it_needs(tmp_path: Path) -> None:
+def test_without_a_page_size_a_model_gets_the_one_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_config("deepseek_v4").save_pretrained(tmp_path)
-    assert serve_module._with_pages(settings(tmp_path, page_tokens=0)).page_tokens == 128
-    assert serve_module._with_pages(settings(tmp_path, page_tokens=256)).page_tokens == 256
+    monkeypatch.setattr(serve_module, "check_model", lambda *given, **more: None)  # there are no weights
+    assert serve_module._settled(settings(tmp_path, page_tokens=0)).page_tokens == 128
+    assert serve_module._settled(settings(tmp_path, page_tokens=256)).page_tokens == 256
 
 
 def test_memory_too_small_for_large_weights_is_said_before_they_are_read(

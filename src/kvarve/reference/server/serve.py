@@ -90,18 +90,8 @@ class Server:
     ) -> None:
         """`ranks`: of a model that several processes compute, of which this is rank 0. `starting`: hears its phases.
         `loaded` is called when all is loaded, before the first request."""
-        settings = replace(settings, device=choose_device(settings.device))
-        self.settings, starting = settings, starting or Starting()
-        check_settings(settings)
-        settings = self.settings = _with_pages(settings)
-        page, chunk = settings.page_tokens, settings.chunk_tokens
-        check_model(
-            settings.model,
-            dtype=settings.dtype,
-            page_tokens=page,
-            chunk_tokens=chunk,
-            context_length=settings.context_length,
-        )
+        settings = self.settings = _settled(settings)
+        starting = starting or Starting()
         _check_memory(settings)
         self.edge = edge = Edge(settings)
         with ExitStack() as undo:
@@ -226,11 +216,19 @@ class Server:
             self._http.run(sockets=[listener])
 
 
-def _with_pages(settings: Settings) -> Settings:
-    """With the page that the model needs, if none is given."""
-    given = settings.page_tokens
-    page = given or page_of(read_config(settings.model), settings.model, PAGE_TOKENS)
-    return settings if given else replace(settings, page_tokens=page)
+def _settled(settings: Settings) -> Settings:
+    """With the device, and the page that the model needs if none is given. ConfigError: they cannot work."""
+    settings = replace(settings, device=choose_device(settings.device))
+    check_settings(settings)
+    page = settings.page_tokens or page_of(read_config(settings.model), settings.model, PAGE_TOKENS)
+    check_model(
+        settings.model,
+        dtype=settings.dtype,
+        page_tokens=page,
+        chunk_tokens=settings.chunk_tokens,
+        context_length=settings.context_length,
+    )
+    return replace(settings, page_tokens=page)
 
 
 def _check_memory(settings: Settings) -> None:
@@ -385,14 +383,10 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> None:
         signal.signal(number, on_signal)
     if settings.api_keys is not None or settings.tls_cert is not None:  # else it ends the process, as it always does
         signal.signal(signal.SIGHUP, lambda number, frame: hung_up.set())
-    settings = replace(settings, device=choose_device(settings.device))
-    check_settings(settings)
-    settings = _with_pages(settings)
     with ExitStack() as ends:
         ranks = None
-        if settings.tp > 1:
-            page, chunk = settings.page_tokens, settings.chunk_tokens
-            check_model(settings.model, dtype=settings.dtype, page_tokens=page, chunk_tokens=chunk)
+        if settings.tp != 1:
+            settings = _settled(settings)
             among = started(
                 follow,
                 settings,
