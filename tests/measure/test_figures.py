@@ -8,15 +8,15 @@ from kvarve.bench.figures import figures, same_answers, table
 from kvarve.bench.load import Record, Round
 
 
-def record(at: int, **more: object) -> Record:
+def record(**more: object) -> Record:
     """Due at 10 s, sent 0.1 s late, first text at 11 s, two more a second and three seconds later."""
     times = {"due_s": 10.0, "sent_s": 10.1, "first_s": 11.0, "end_s": 15.0, "gaps_s": [1.0, 3.0]}
     usage = {"prompt": 100, "completion": 5, "cached": {"device": 20, "host": 0, "storage": 44}, "text": "abc"}
-    return Record(at, 0, **(times | usage | more))  # type: ignore[arg-type]
+    return Record(**(times | usage | more))  # type: ignore[arg-type]
 
 
 def test_latencies_count_from_when_a_request_was_due() -> None:
-    row = figures(Round("round 1", [record(0), record(1, end_s=19.0)], 20.0))
+    row = figures(Round("round 1", [record(), record(end_s=19.0)], 20.0))
     assert row["ttft_ms"] == {"mean": 1000.0, "median": 1000.0, "p99": 1000.0}
     assert row["e2e_ms"]["mean"] == 7000.0
     assert row["tpot_ms"]["mean"] == 1500.0, "(4 + 8) s over the four tokens after the first"
@@ -28,14 +28,14 @@ def test_latencies_count_from_when_a_request_was_due() -> None:
 
 
 def test_a_failed_request_counts_as_failed_and_nowhere_else() -> None:
-    row = figures(Round("round 1", [record(0), record(1, error="HTTP 503", prompt=999, end_s=99.0)], 10.0))
+    row = figures(Round("round 1", [record(), record(error="HTTP 503", prompt=999, end_s=99.0)], 10.0))
     assert (row["requests"], row["failed"], row["error"]) == (1, 1, "HTTP 503")
     assert row["prompt_tokens"] == 100 and row["e2e_ms"]["p99"] == 5000.0
 
 
 def test_answers_are_compared_one_by_one() -> None:
-    first = [record(0), record(1), record(2)]
-    assert same_answers(first, [record(0), record(1, text="other"), record(2, error="x")]) == 1
+    first = [record(), record(), record()]
+    assert same_answers(first, [record(), record(text="other"), record(error="x")]) == 1
 
 
 def shown(made: object) -> str:
@@ -45,7 +45,7 @@ def shown(made: object) -> str:
 
 
 def test_the_table_of_two_large_rounds_fits_80_columns() -> None:
-    rows = [figures(Round(f"round {number}", [record(at) for at in range(3)], 1e-4)) for number in (1, 2)]
+    rows = [figures(Round(f"round {number}", [record() for _ in range(3)], 1e-4)) for number in (1, 2)]
     text = shown(table([row | {"same_answers": 3} for row in rows], timed=True))
     lines = text.splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines) and "…" not in text

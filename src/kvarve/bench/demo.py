@@ -59,7 +59,7 @@ class Client:
 
     def chat(self, messages: list[Message], max_tokens: int, read_cache: bool, **more: Any) -> Record:
         """KvarveError: there is no answer. `more`: other fields of the request."""
-        record = Record(0, 0, time.perf_counter())
+        record = Record(time.perf_counter())
         more |= {"skip_reading_prefix_cache": not read_cache}
         self._loop.run(self._client.ask(Turn(messages, max_tokens), record, **more))
         load.check([record])

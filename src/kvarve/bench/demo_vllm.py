@@ -116,8 +116,6 @@ def run_round(
 
 def record_of(told: dict[str, Any], prompt: int) -> Record:
     return Record(
-        0,
-        0,
         due_s=0.0,
         first_s=told["first_s"],
         end_s=told["last_s"],

@@ -8,10 +8,10 @@ every later check; this finds it.
 import asyncio
 import re
 
-from kvarve.bench.bench_command import Hash, Multiturn
+from kvarve.bench.bench_command import Hash
 from kvarve.bench.load import Round, check, connected
 from kvarve.bench.run import in_rounds, shown, target
-from kvarve.bench.workloads import multiturn
+from kvarve.bench.workloads import drawn, random_turns
 from kvarve.errors import KvarveError
 from kvarve.reports import Printer, plain_table
 
@@ -46,16 +46,10 @@ def main(options: Hash) -> int:
 
 async def _rounds(url: str, options: Hash) -> tuple[list[Round], Counts]:
     """The rounds, and what the server has counted by then."""
-    asked = Multiturn(
-        seed=options.seed,
-        clients=options.clients,
-        turns=options.turns,
-        input_tokens=options.input_tokens,
-        output_tokens=OUTPUT_TOKENS,
-    )
-    conversations = multiturn(asked)
+    rng = drawn(options, 14)
+    asked = [random_turns(rng, options.turns, options.input_tokens, OUTPUT_TOKENS) for _ in range(options.clients)]
     async with connected(url, options) as client:
-        rounds = await in_rounds(client, options, conversations, options.clients, ignore_eos=True)
+        rounds = await in_rounds(client, options, asked, options.clients, ignore_eos=True)
         check(record for each in rounds for record in each.records)
         found = ((_SAMPLE.fullmatch(name), value) for name, value in (await client.metrics()).items())
         return rounds, {(match[1], match[2], match[3]): int(value) for match, value in found if match}

@@ -32,8 +32,6 @@ EVENT, DONE = b"data: ", b"[DONE]"
 class Record:
     """One request: times in seconds of one clock, and what the server says of its tokens."""
 
-    conversation: int
-    turn: int
     due_s: float
     sent_s: float = 0.0
     first_s: float = 0.0
@@ -207,8 +205,8 @@ async def send_all(
     start = time.perf_counter()
 
     async def converse(number: int, due_s: float) -> None:
-        for at, turn in enumerate(conversations[number].turns):
-            record = Record(number, at, due_s)
+        for turn in conversations[number].turns:
+            record = Record(due_s)
             records[number].append(record)
             await client.ask(turn, record, **more)
             tick(record)

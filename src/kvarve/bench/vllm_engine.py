@@ -80,7 +80,6 @@ class Engine:
                         "logprobs": logprobs,
                         "first_s": first_s,
                         "last_s": now,
-                        "cached": output.num_cached_tokens,
                         "sources": {name: int(count) for name, count in sources.items() if count},
                     }
 

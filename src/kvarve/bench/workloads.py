@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvarve.bench.bench_command import Load, LongDocument, Multiturn, Serving, SharedPrefix
+from kvarve.bench.bench_command import Load, LongDocument, Multiturn, Serving, SharedPrefix, Target
 from kvarve.errors import ConfigError
 from kvarve.planner.traces import TEXT_BYTES, TraceRequest, read_trace
 
@@ -46,7 +46,7 @@ def tokens(rng: np.random.Generator, count: int) -> list[int]:
     return [int(each) for each in rng.integers(TOKENS.start, TOKENS.stop, count)]
 
 
-def _drawn(options: Load, stream: int) -> np.random.Generator:
+def drawn(options: Target, stream: int) -> np.random.Generator:
     """Each subcommand has a stream of its own, so that one's prompts are not cached for another's."""
     return np.random.default_rng([options.seed, stream])
 
@@ -67,7 +67,7 @@ def conversations(options: Load) -> list[Conversation]:
 @conversations.register
 def serving(options: Serving) -> list[Conversation]:
     if options.input == "random":
-        rng = _drawn(options, 10)
+        rng = drawn(options, 10)
         return [
             Conversation((Turn(tokens(rng, options.input_tokens), options.output_tokens),))
             for _ in range(options.requests)
@@ -88,7 +88,7 @@ def multiturn(options: Multiturn) -> list[Conversation]:
             raise ConfigError(f"--input: {path} must be a JSON list of conversations as ShareGPT has it")
         found = (each for each in sharegpt(path, options.output_tokens) if len(each.turns) > 1)
         return _some(path, [Conversation(each.turns[: options.turns]) for each in islice(found, count)])
-    rng = _drawn(options, 11)
+    rng = drawn(options, 11)
     return [random_turns(rng, options.turns, options.input_tokens, options.output_tokens) for _ in range(count)]
 
 
@@ -105,7 +105,7 @@ def random_turns(rng: np.random.Generator, turns: int, input_tokens: int, output
 @conversations.register
 def shared_prefix(options: SharedPrefix) -> list[Conversation]:
     """The prompts of all groups in random order."""
-    rng = _drawn(options, 12)
+    rng = drawn(options, 12)
     prefixes = [tokens(rng, options.prefix_tokens) for _ in range(options.groups)]
     made = [
         Conversation((Turn(prefix + tokens(rng, options.input_tokens), options.output_tokens),))
@@ -117,7 +117,7 @@ def shared_prefix(options: SharedPrefix) -> list[Conversation]:
 
 @conversations.register
 def long_document(options: LongDocument) -> list[Conversation]:
-    rng = _drawn(options, 13)
+    rng = drawn(options, 13)
     documents = [tokens(rng, options.document_tokens) for _ in range(options.documents)]
     return [
         Conversation((Turn(document + tokens(rng, options.input_tokens), options.output_tokens),))

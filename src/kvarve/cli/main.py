@@ -289,9 +289,7 @@ for _engine, _theirs in (("sglang", "python -m sglang.launch_server"), ("vllm", 
 
 
 @app.command(help_epilogue=example("kvarve completion bash > ~/.local/share/bash-completion/completions/kvarve"))
-def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="SHELL", help="Shell to write for")], /
-) -> None:
+def completion(shell: Shell, /) -> None:
     """Write a script that completes commands and options in a shell."""
     print(app.generate_completion(prog_name="kvarve", shell=shell))
 

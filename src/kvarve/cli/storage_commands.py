@@ -377,5 +377,5 @@ def _age(seconds: float) -> str:
     return f"{int(seconds // unit_s)} {unit}"
 
 
-def _many(count: int, one: str, more: str = "") -> str:
-    return f"{count:,} {one if count == 1 else more or one + 's'}"
+def _many(count: int, one: str) -> str:
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
