@@ -1,117 +1,67 @@
-"""A flush takes no longer than it may, whoever else flushes, and those who ask at once share one."""
+"""A flush waits for the backups under way, no longer than it may, and holds up no other."""
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
-from engines import LONG_S
+from engines import LONG_S, MIB, Make, a_model, a_request, by_hand, turns
 from kvarve.errors import Busy
-from kvarve.pages.pools import MEMORY_TIERS, Tier
-from kvarve.reference.engine.flushes import Flushes
+from kvarve.pages.pools import MEMORY_TIERS
+from kvarve.reference.engine import engine as file
+from kvarve.reference.engine.engine import Engine
+from kvarve.storage import MemoryStorage
+from kvarve.testing import FaultyStorage
 
 HOURS_S = 9000.0
 
 
-class Memory:
-    """What a flush asks of a cache: its backups end when told, and each eviction finds a page."""
-
-    def __init__(self) -> None:
-        self.evicted: list[tuple[Tier, ...]] = []
-        self.backups_end = threading.Event()
-        self.at_eviction: Callable[[], None] = lambda: None
-        self.asked = threading.Event()
-
-    def idle(self) -> bool:
-        self.asked.set()
-        return self.backups_end.is_set()
-
-    def flush(self, tiers: Sequence[Tier]) -> int:
-        self.evicted.append(tuple(tiers))
-        self.at_eviction()
-        return 1
+def used(engine: Engine) -> int:
+    return int(sum(count for name, count in engine.cache.stats().items() if name.startswith("used.")))
 
 
-@pytest.fixture
-def memory() -> Memory:
-    return Memory()
+def test_a_flush_waits_for_backups_as_long_as_it_may_whoever_else_flushes(make: Make) -> None:
+    model = a_model()
+    storage = FaultyStorage(MemoryStorage(64 * MIB, model.identity.fingerprint(), "test"), stall_limit_s=HOURS_S)
+    engine = make(model, storage=storage, start=False)
+    storage.stall("put")
+    try:
+        by_hand(engine, a_request())
+        patient, hasty = (engine.begin_flush(MEMORY_TIERS, seconds) for seconds in (HOURS_S, 0.0))
+        turns(engine, hasty.done, at_most=200)
+        assert hasty.result() > 0 and not patient.done()
+    finally:
+        storage.release()
+    turns(engine, patient.done)
+    assert not used(engine)
 
 
-@pytest.fixture
-def flushes(memory: Memory) -> Flushes:
-    return Flushes(memory, lambda what, seconds, order: what(), lambda: False)
+def test_under_write_back_a_flush_ends_when_what_it_had_copied_down_is_gone(make: Make) -> None:
+    engine = make(start=False, write_policy="back")
+    by_hand(engine, a_request())
+    flush = engine.begin_flush(MEMORY_TIERS, HOURS_S)
+    turns(engine, flush.done)
+    assert flush.result() > 0 and not used(engine)
 
 
-def pages(flush: "Future[int]") -> int:
-    return flush.result(LONG_S)
+def test_a_flush_that_a_long_turn_leaves_no_time_for_is_never_made(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, begun, may_go_on = make(), threading.Event(), threading.Event()
+    engine.submit(a_request()).result(LONG_S)
+    there = engine.ask(lambda: used(engine), LONG_S)
 
+    def computes() -> int:
+        begun.set()
+        assert may_go_on.wait(LONG_S)
+        return used(engine)
 
-def test_who_has_less_time_ends_the_flush_that_is_under_way(memory: Memory, flushes: Flushes) -> None:
-    patient = flushes.begin(MEMORY_TIERS, HOURS_S)
-    assert memory.asked.wait(LONG_S)
-    hasty = flushes.begin([Tier.HOST, Tier.DEVICE], 0.0)
-    assert pages(hasty) == pages(patient) == 1, "one flush of both"
-    assert memory.evicted == [MEMORY_TIERS]
-
-
-def test_who_asks_while_pages_are_evicted_has_them_evicted_once_more(memory: Memory, flushes: Flushes) -> None:
-    joined = list[Future[int]]()
-
-    def another() -> None:
-        if not joined:
-            joined.append(flushes.begin(MEMORY_TIERS, HOURS_S))
-
-    memory.backups_end.set()
-    memory.at_eviction = another
-    assert pages(flushes.begin(MEMORY_TIERS, HOURS_S)) == pages(joined[0]) == 2
-    assert pages(flushes.begin(MEMORY_TIERS, HOURS_S)) == 1, "a new one"
-
-
-def test_who_keeps_asking_does_not_keep_a_flush_beyond_its_time(memory: Memory, flushes: Flushes) -> None:
-    joined = list[Future[int]]()
-
-    def another() -> None:
-        if len(joined) < 50:
-            joined.append(flushes.begin(MEMORY_TIERS, 0.0))
-
-    memory.at_eviction = another
-    first = flushes.begin(MEMORY_TIERS, 0.0)
-    assert pages(first) == 1
-    assert pages(joined[0]) == 1
-
-
-def test_a_long_turn_of_the_engine_is_waited_for_within_the_time_and_then_told(memory: Memory) -> None:
-    busy = [Busy("it computes")] * 3
-
-    def ask(what: Callable[[], Any], seconds: float, order: object) -> Any:
-        if busy:
-            raise busy.pop()
-        return what()
-
-    flushes = Flushes(memory, ask, lambda: False)
-    memory.backups_end.set()
-    assert pages(flushes.begin(MEMORY_TIERS, HOURS_S)) == 1
-    for over, time_s in ((False, 0.0), (True, HOURS_S)):
-        busy += [Busy("it computes")]
-        with pytest.raises(Busy, match="it computes"):
-            pages(Flushes(memory, ask, lambda over=over: over).begin(MEMORY_TIERS, time_s))  # type: ignore[misc]
-
-
-def test_a_turn_that_is_too_long_for_one_is_not_for_another_who_has_more_time(memory: Memory) -> None:
-    computed = threading.Event()
-
-    def ask(what: Callable[[], Any], seconds: float, order: object) -> Any:
-        if not computed.wait(0.001):
-            raise Busy("it computes")
-        return what()
-
-    flushes = Flushes(memory, ask, lambda: False)
-    memory.backups_end.set()
-    patient, hasty = flushes.begin(MEMORY_TIERS, HOURS_S), flushes.begin(MEMORY_TIERS, 0.0)
-    with pytest.raises(Busy, match="it computes"):
-        pages(hasty)
-    assert not patient.done()
-    computed.set()
-    assert pages(patient) == 1
+    computing = threading.Thread(target=lambda: after.append(engine.ask(computes, LONG_S)))
+    after = list[int]()
+    computing.start()
+    assert begun.wait(LONG_S)
+    monkeypatch.setattr(file, "TURN_S", 0.01)
+    patient = engine.begin_flush(MEMORY_TIERS, HOURS_S)
+    with pytest.raises(Busy, match="did not get round to it within"):
+        engine.flush(timeout_s=0.0)
+    may_go_on.set()
+    assert patient.result(LONG_S) == there > 0
+    computing.join(LONG_S)
+    assert after == [there]

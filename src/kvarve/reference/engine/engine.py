@@ -23,7 +23,6 @@ from kvarve.cache.scheduler import Prompt
 from kvarve.errors import Broken, Busy, ConfigError, KvarveError, TooLong
 from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.pages.ticket import HandOverError
-from kvarve.reference.engine.flushes import POLL_S, TURN_S, Flushes
 from kvarve.reference.engine.inputs import Aborted, Attach, Cleared, Detach, Evict, Input, Stop, Submitted, seeded
 from kvarve.reference.engine.model import LoadedModel
 from kvarve.reference.engine.request_scheduler import FROM_STORAGE
@@ -44,14 +43,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_S = 0.2  # how long a turn without work sleeps at most; a call or a finished copy wakes it
+TURN_S = 1.0  # that the engine's thread has for a call at least: it may be computing
 TURN_TOKENS = 512  # answers and prompts together
-
-
-class _Pages:
-    """What a flush asks of an engine."""
-
-    def __init__(self, engine: "Engine") -> None:
-        self.flush, self.idle = engine.flush_memory, engine.cache.scheduler.core.idle
 
 
 class Engine(Turns):
@@ -86,7 +79,6 @@ class Engine(Turns):
             lambda: self.ask(cache.scheduler.core.cleared, ASK_S, Cleared()),
             lambda order: self._tell(Detach() if order is None else Attach(*order)),
         )
-        self.flushes = Flushes(_Pages(self), self.ask, lambda: self._ended)
         self._changing = threading.Lock()  # of ranks that are told to: one change after the other
         self._left_s = 0.0  # for the backups, once the last turn is over
 
@@ -182,20 +174,32 @@ class Engine(Turns):
     def flush(self, tiers: Sequence[Tier] = MEMORY_TIERS, timeout_s: float = 60.0) -> int:
         """Evict all unpinned pages from memory tiers, after the backups under way; storage stays.
 
-        Returns how many pages were evicted. Answers go on meanwhile; after `timeout_s` it does not wait for backups. A
-        flush of the same tiers that is under way is shared (see `Flushes`).
+        Returns how many pages were evicted. Answers go on meanwhile; after `timeout_s` it does not wait for backups.
         """
-        return self.flushes.begin(tiers, timeout_s).result()
+        return _result(self.begin_flush(tiers, timeout_s), timeout_s + TURN_S)
+
+    def begin_flush(self, tiers: Sequence[Tier], timeout_s: float) -> "Future[int]":
+        """A flush that is under way: how many pages it has evicted. It can be cancelled until it evicts the first."""
+        what, gone = Evict(tuple(sorted({*map(int, tiers)}))), 0
+
+        def evict() -> int:
+            nonlocal gone
+            gone += self.flush_memory(what.of())
+            return gone
+
+        # Again, under write-back: a page is copied down before it is evicted.
+        return self._later(evict, what, self._once_idle(timeout_s))
 
     def settle(self, timeout_s: float = 60.0) -> bool:
         """Wait until all backups are written; False if there are dirty pages after that."""
+        core = self.cache.scheduler.core
+        settled = self._later(lambda: core.idle() and not core.dirty(), None, self._once_idle(timeout_s))
+        return _result(settled, timeout_s + TURN_S)
+
+    def _once_idle(self, timeout_s: float) -> Callable[[], bool]:
+        """Whether the backups under way have been written, or `timeout_s` is over."""
         core, end = self.cache.scheduler.core, time.monotonic() + timeout_s
-        while True:
-            left_s = max(end - time.monotonic(), TURN_S)
-            idle, dirty = self.ask(lambda: (core.idle(), core.idle() and core.dirty()), left_s)
-            if idle or time.monotonic() >= end:
-                return idle and not dirty
-            time.sleep(POLL_S)
+        return lambda: core.idle() or time.monotonic() >= end
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """Refuse new requests, abort all, finish the backups (none if broken) and close the storage, in `timeout_s`."""
@@ -250,31 +254,35 @@ class Engine(Turns):
 
         If it changes the cache, `order` has the other ranks do the same in the same turn.
         """
+        return _result(self._later(what, order), timeout_s)
+
+    def _later(self, what: Callable[[], T], order: Input | None, due: Callable[[], bool] = lambda: True) -> "Future[T]":
+        """The result of `what`, called on the engine's thread once it is `due`, and again if it then is no longer."""
         answer: Future[T] = Future()
 
-        def call() -> None:
-            if self._ended:
-                answer.set_exception(Busy(self.broken or "the engine has stopped"))
-                return
+        def run() -> None:
             try:
+                if self._ended:
+                    raise Busy(self.broken or "the engine has stopped")
                 with bugs_as_broken():
-                    answer.set_result(what())
+                    found, again = what(), not due()
             except Exception as e:  # the caller gets it from the future
                 answer.set_exception(e)
                 if isinstance(e, AssertionError | Broken):  # the cache is broken, so the engine ends too
                     raise
+                return
+            if again:
+                self._not_due.append(call)
+            else:
+                answer.set_result(found)
 
+        call = Call(order, run, lambda: answer.running() or answer.set_running_or_notify_cancel(), due)
         with self._lock:
             if self._ended:
                 raise Busy(self.broken or "the engine has stopped")
-            self._calls.put(Call(order, call, answer.set_running_or_notify_cancel))
+            self._calls.put(call)
         self.cache.worker.wake()
-        try:
-            return answer.result(timeout_s)
-        except TimeoutError:
-            if not answer.cancel():  # it is being called at this moment
-                return answer.result()
-            raise Busy(f"the engine did not get round to it within {timeout_s:g} s") from None
+        return answer
 
     def _tell(self, order: Input) -> None:
         """Have the other ranks do something that this one does by itself."""
@@ -292,7 +300,7 @@ class Engine(Turns):
     def _serve(self) -> None:
         try:
             while not self._last:
-                if not self._turn() and not self._last:
+                if not self._turn() and not self._last and not any(call.due() for call in self._not_due):
                     self.cache.wait(IDLE_S)
         except BaseException as e:  # noqa: BLE001  every waiting caller is told, rather than left to hang
             self._break(e)
@@ -336,8 +344,7 @@ class Engine(Turns):
         """End the thread, or an engine that had none: every remaining request gets its last output."""
         with self._lock:
             self._ended = True  # no call is added to the queue from now on
-        while not self._calls.empty():
-            self._taken += [call for call in (self._calls.get(),) if call.begins()]
+        self._take_calls()
         while self._taken:
             try:
                 self._taken.pop(0).run()
@@ -358,3 +365,13 @@ class Engine(Turns):
             job = self._jobs.get(request.number)
             usage = TokenUsage.of(len(request.prompt), 0 if job is None else job.output_tokens, None)
             self._finish(request, OutputChunk("", (), finish, usage, error))
+
+
+def _result(answer: "Future[T]", timeout_s: float) -> T:
+    """The result of a call; Busy if it was not made in time, and will not be."""
+    try:
+        return answer.result(timeout_s)
+    except TimeoutError:
+        if not answer.cancel():  # it is being made at this moment
+            return answer.result()
+        raise Busy(f"the engine did not get round to it within {timeout_s:g} s") from None

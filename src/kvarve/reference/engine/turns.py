@@ -41,6 +41,7 @@ class Call(NamedTuple):
     order: Input | None
     run: Callable[[], object]
     begins: Callable[[], bool] = lambda: True  # False if it is not asked for any more
+    due: Callable[[], bool] = lambda: True  # until then it waits for a later turn
 
 
 class Turns:
@@ -80,6 +81,7 @@ class Turns:
             clock=self._now,
         )
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # what other threads ask for
+        self._not_due: list[Call] = []  # until they are due
         self._taken: list[Call] = []  # for this turn
         self._accepted: dict[int, Request] = {}  # by number, until its last output
         self._jobs: dict[int, Job] = {}  # by number: the accepted requests that the engine's thread has seen
@@ -93,10 +95,13 @@ class Turns:
 
     def _take_calls(self) -> bytes:
         """Take what was asked for until now; the inputs among it, for the other ranks."""
-        inputs: list[Input] = []
+        calls, self._not_due, inputs = self._not_due, [], list[Input]()
         while not self._calls.empty():
-            call = self._calls.get()
-            if call.begins():
+            calls.append(self._calls.get())
+        for call in calls:
+            if not (self._ended or call.due()):
+                self._not_due.append(call)
+            elif call.begins():
                 self._taken.append(call)
                 inputs += () if call.order is None else (call.order,)
         return encode(inputs) if self.cache.identity.ranks > 1 else b""

@@ -28,7 +28,7 @@ from kvarve.errors import Busy, ConfigError, KvarveError, ModelError, StorageErr
 from kvarve.metrics import Metrics, Snapshot
 from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.pages.ticket import HandOverError
-from kvarve.reference.engine.engine import Engine
+from kvarve.reference.engine.engine import TURN_S, Engine
 from kvarve.reference.server.access import Access, no_browsers
 from kvarve.reference.server.admin import HICACHE, admin_routes
 from kvarve.reference.server.answers import RETRY_AFTER, Answer, Stream, stopped
@@ -214,7 +214,11 @@ class _Front:
     async def _flush(self, http: Http, tiers: list[Tier], wait_s: float) -> int:
         if self._engine.broken:
             raise stopped(self._engine)
-        pages = await asyncio.wrap_future(self._engine.flushes.begin(tiers, wait_s))
+        try:
+            flush = asyncio.wrap_future(self._engine.begin_flush(tiers, wait_s))
+            pages = await asyncio.wait_for(flush, wait_s + TURN_S)
+        except TimeoutError:
+            raise Busy(f"the engine did not get round to it within {wait_s + TURN_S:g} s") from None
         seen(http).act = told = f"{pages} pages of the {' and '.join(tier.name.lower() for tier in tiers)} flushed"
         self.live.mark("flush", told)
         return pages
