@@ -14,7 +14,7 @@ engine starts, on a few tokens; a kind that fails is computed row by row.
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvarve.reference.engine.grouped import grouped
-from kvarve.reference.engine.layers import Layer, compute, movable, narrowed, new_cache, widened
+from kvarve.reference.engine.layers import Layer, Recurrent, compute, movable, narrowed, new_cache, widened
 from kvarve.reference.engine.model import forward
-from kvarve.reference.engine.paging import PagedTape, PagedWorkspace, RollingTape
+from kvarve.reference.engine.paging import PagedTape, PagedWorkspace
 from kvarve.reference.engine.shards import FailedOnRank
 from kvarve.reference.engine.stepwise import make_batchable
 from kvarve.reference.engine.workspace import StateLayout
@@ -156,22 +156,7 @@ class _CompressingInRows(_InRows):
     caches: Sequence[Any]  # of each row
 
 
-class _StatesInRows(Layer):
-    """Recurrent states: one tensor of all rows' states."""
-
-    has_previous_state: dict[int, bool]
-    lazy_initialization: Callable[..., None]
-
-    def hold(self, name: str, state: Tensor) -> Tensor:
-        of, _, number = name.partition(".")
-        states = f"{of}_states"
-        self.lazy_initialization(**{states: state}, state_idx=int(number))
-        getattr(self, states)[int(number)] = state
-        self.has_previous_state[int(number)] = True
-        return state
-
-
-class _InRowsWithStates(_InRows, _StatesInRows):
+class _InRowsAndRecurrent(_InRows, Recurrent):
     """Attention and a recurrent state side by side in one layer."""
 
 
@@ -182,9 +167,9 @@ IN_ROWS: dict[str, type[Layer]] = {
     "DynamicIndexedLayer": _IndexedInRows,
     "DeepseekV4HCACache": _CompressingInRows,
     "DeepseekV4CSACache": _CompressingInRows,
-    "LinearAttentionLayer": _StatesInRows,
-    "LinearAttentionAndFullAttentionLayer": _InRowsWithStates,
-    "LinearAttentionAndSlidingWindowAttentionLayer": _InRowsWithStates,
+    "LinearAttentionLayer": Recurrent,
+    "LinearAttentionAndFullAttentionLayer": _InRowsAndRecurrent,
+    "LinearAttentionAndSlidingWindowAttentionLayer": _InRowsAndRecurrent,
     "DummyLayer": Layer,
 }
 
@@ -225,7 +210,7 @@ class Batch:
                 layer = layers[int(number)]
                 if pool.lookback is not None:
                     self._arrive(int(number))
-                if pool.in_place and isinstance(layer, _StatesInRows):
+                if pool.in_place and isinstance(layer, Recurrent):
                     self._stack_states(layer, buffer.name)
                 elif not pool.in_place and buffer.shape[0] == self.layout.page_tokens:  # else each row's own
                     self._gathers.setdefault(pool.name, _Gather())
@@ -240,8 +225,7 @@ class Batch:
         """One tensor of all rows' states; each workspace's state is a view of it from now on."""
         stack = torch.cat([workspace._states[name] for workspace in self.workspaces])
         layer.hold(name.split(".", 2)[2], stack)
-        if not any(workspace.tokens for workspace in self.workspaces):
-            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, False)
+        layer.resume_at(max(workspace.tokens for workspace in self.workspaces))
         for row, workspace in enumerate(self.workspaces):
             workspace._put_state(name, stack[row : row + 1])
 
@@ -250,7 +234,6 @@ class Batch:
         tapes = [workspace._tapes[name] for workspace in self.workspaces]
         if isinstance(tapes[0], PagedTape):
             return tapes[0]._data
-        assert all(isinstance(tape, RollingTape) for tape in tapes)
         stack = torch.stack([tape._data for tape in tapes])
         for tape, data in zip(tapes, stack, strict=True):
             tape._data = data

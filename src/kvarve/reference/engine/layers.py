@@ -73,7 +73,7 @@ class Tape:
     An entry belongs to one token, or to several compressed into one. A page is a slice and a run of pages is a longer
     slice, so both are copied without a loop. `keep` says how many entries before a chunk are still read: None all of
     them, or those of a sliding window, whose older pages are dropped whole when the tensor is full. So every page
-    between `front` and `end` is complete.
+    between `front` and `end` is complete, and a tensor with room for what is kept and for a chunk is never replaced.
     """
 
     def __init__(self, data: Tensor, per_page: int, limit: int, keep: int | None, scale: float = 1.0) -> None:
@@ -128,8 +128,11 @@ class Tape:
             front = max(front, (self.end - self.keep) // self.per_page * self.per_page)
         else:
             capacity = min(2 * capacity, self.limit)
-        kept = self.read(front, self.end)
-        self._data = kept.new_empty((max(capacity, stop - front), *kept.shape[1:]))
+        kept, capacity = self.read(front, self.end), max(capacity, stop - front)
+        if capacity == len(self._data):
+            kept = kept.clone()
+        else:
+            self._data = kept.new_empty((capacity, *kept.shape[1:]))
         self._data[: len(kept)] = kept
         self.front = front
 
@@ -164,7 +167,7 @@ class Layer:
         return {}
 
     def hold(self, name: str, state: Tensor) -> Tensor:
-        """Keep the state `name` of `per_sequence` in a tensor like `state`, from here on only written in place."""
+        """Keep the state `name` of `per_sequence` in this tensor, from here on only written in place."""
         raise NotImplementedError
 
     def arrive(self) -> None:
@@ -334,7 +337,7 @@ def _arriving(name: str) -> Any:
     return property(read, lambda self, states: vars(self).__setitem__(name, states))
 
 
-class _Recurrent(Layer):
+class Recurrent(Layer):
     """Linear attention and state spaces: one state for all tokens so far, overwritten by each."""
 
     number_of_states: int
@@ -356,8 +359,8 @@ class _Recurrent(Layer):
         of, _, number = name.partition(".")
         states = f"{of}_states"
         self.lazy_initialization(**{states: state}, state_idx=int(number))
-        held: Tensor = getattr(self, states)[int(number)]
-        return held
+        getattr(self, states)[int(number)] = state
+        return state
 
     def resume_at(self, tokens: int) -> None:
         super().resume_at(tokens)
@@ -366,12 +369,12 @@ class _Recurrent(Layer):
             self.has_previous_state[number] = tokens > 0 and used
 
 
-class _OnTapeAndRecurrent(_OnTape, _Recurrent):
+class _OnTapeAndRecurrent(_OnTape, Recurrent):
     """Attention and a recurrent state side by side in one layer."""
 
     @staticmethod
     def per_sequence(layer: Any) -> dict[str, Tensor]:
-        return _Recurrent.per_sequence(layer)
+        return Recurrent.per_sequence(layer)
 
 
 class _LinearInLayers(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -398,7 +401,7 @@ LAYERS: dict[str, type[Layer]] = {
     "MiniMaxM3VLSparseCacheLayer": _IndexedByHeads,
     "DeepseekV4HCACache": _Compressing,
     "DeepseekV4CSACache": _Compressing,
-    "LinearAttentionLayer": _Recurrent,
+    "LinearAttentionLayer": Recurrent,
     "LinearAttentionAndFullAttentionLayer": _OnTapeAndRecurrent,
     "LinearAttentionAndSlidingWindowAttentionLayer": _OnTapeAndRecurrent,
     "DummyLayer": Layer,

@@ -22,7 +22,7 @@ from kvarve.errors import Broken
 from kvarve.pages import boundaries
 from kvarve.pages.pools import BufferSpec, PoolSpec
 from kvarve.reference.engine.layers import Tape, movable, narrowed
-from kvarve.reference.engine.workspace import StateLayout, Workspace, window_capacity
+from kvarve.reference.engine.workspace import StateLayout, Workspace
 from kvarve.transfer.arrivals import Arrival
 
 GROW_WAIT_S = 0.5  # for evictions in flight; then a request goes on without keeping its pages
@@ -138,20 +138,6 @@ class PagedTape(Tape):
         """Nothing to do: the entries stay in the arena."""
 
 
-class RollingTape(Tape):
-    """A window's tokens in a tensor that is never reallocated."""
-
-    def _reserve(self, stop: int) -> None:
-        if stop - self.front <= len(self._data):
-            return
-        assert self.keep is not None
-        front = max(self.front, (self.end - self.keep) // self.per_page * self.per_page)
-        kept = self.read(front, self.end).clone()
-        self._data[: len(kept)] = kept
-        self.front = front
-        assert stop - front <= len(self._data), "more tokens at once than a chunk has"
-
-
 class PagedWorkspace(Workspace):
     """The state of one request whose chains are in the pages that a lease has on the device."""
 
@@ -250,7 +236,9 @@ class PagedWorkspace(Workspace):
         """Let a window take some more tokens."""
         for buffer in self.layout.pool(pool_name).buffers:
             tape = self._tapes[buffer.name]
+            data = tape._data
             tape._reserve(tape.end + tokens)
+            assert tape._data is data, "more tokens at once than a chunk has"
 
     def own(self) -> None:
         self.arrived()
@@ -281,11 +269,7 @@ class PagedWorkspace(Workspace):
         super().save(pool_name, positions, arena, slots)
 
     def _tape(self, pool: PoolSpec, buffer: BufferSpec) -> Tape:
-        scale = self.layout.scale(buffer.name)
-        if pool.lookback is None:
-            return PagedTape(self._arenas[pool.name][buffer.name], self.tables[pool.name], scale)
-        per_page, *shape = buffer.shape
-        assert per_page == self.layout.page_tokens, "a window is of tokens"
-        capacity = window_capacity(pool.lookback, per_page, self.layout.chunk_tokens)
-        data = torch.empty(capacity, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
-        return RollingTape(data, per_page, self.max_tokens, pool.lookback * per_page, scale)
+        if pool.lookback is not None:
+            return super()._tape(pool, buffer)
+        arena, table = self._arenas[pool.name][buffer.name], self.tables[pool.name]
+        return PagedTape(arena, table, self.layout.scale(buffer.name))

@@ -226,9 +226,9 @@ class Workspace:
         """The entries of one buffer: here, in memory of the workspace's own."""
         per_page, *shape = buffer.shape
         tokens = self.layout.page_tokens // per_page  # of one entry
-        capacity = min(
-            self.max_tokens, window_capacity(pool.lookback or 0, self.layout.page_tokens, self.layout.chunk_tokens)
-        )
+        capacity = window_capacity(pool.lookback or 0, self.layout.page_tokens, self.layout.chunk_tokens)
+        if pool.lookback is None:  # all windows have one size, so that rows of a batch can lie together
+            capacity = min(self.max_tokens, capacity)
         data = torch.empty(capacity // tokens, *shape, dtype=getattr(torch, buffer.dtype), device=self.device)
         keep = pool.lookback and pool.lookback * per_page
         return Tape(data, per_page, self.max_tokens // tokens, keep, self.layout.scale(buffer.name))
