@@ -7,8 +7,7 @@ compares all logits bit for bit; then it damages pages of every pool on purpose.
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,16 +107,12 @@ def _load(options: Verify, ranks: Ranks | None = None) -> LoadedModel:
 
 def _prove_among(task: Task, console: Console) -> ProofReport:
     """The proof on several ranks, each with a part of the model and of every page."""
-    options, sharding = task.options, Rounding(f"computed on {task.options.tp} ranks")
-    model = _load(options)
-    plan = Plan.of(options, model)
-    prompt = plan.prompt(plan.longest)
-    whole = Uncached(model, plan.decode)(prompt)
+    model = _load(task.options)
+    plan = Plan.of(task.options, model)
+    whole = Uncached(model, plan.decode)(plan.prompt(plan.longest))
     del model
-    with started(_prove_on_rank, task, options.tp) as (place, listener):
-        report = _prove_on_rank(task, place, listener, console, lambda found: sharding.take(found, whole, plan.longest))
-    sharding.tokens, report.sharding = plan.longest, sharding
-    return report
+    with started(_prove_on_rank, task, task.options.tp) as (place, listener):
+        return _prove_on_rank(task, place, listener, console, whole)
 
 
 def _prove_on_rank(
@@ -125,10 +120,10 @@ def _prove_on_rank(
     place: Place,
     listener: Listener | None = None,
     console: Console | None = None,
-    see: Callable[[Transcript], None] = lambda _: None,
+    whole: Transcript | None = None,
 ) -> ProofReport:
-    """One rank's proof; `see` receives the answer to the longest prompt without a cache. Any
-    rank but the first prints nothing, and what it finds wrong stands in rank 0's report."""
+    """One rank's proof; rank 0 has the `whole` model's answer to the longest prompt without a cache. Any other rank
+    prints nothing, and what it finds wrong stands in rank 0's report."""
     quiet_libraries()
     device = device_of(task.options.device, place)
     torch.set_num_threads(threads_of(place.ranks))
@@ -136,8 +131,11 @@ def _prove_on_rank(
     with ranks.ended():
         model = _load(task.options, ranks)
         plan = Plan.of(task.options, model)
-        see(Uncached(model, plan.decode)(plan.prompt(plan.longest)))
+        divided = Uncached(model, plan.decode)(plan.prompt(plan.longest))
         report = prove(task, model, console or Console(quiet=True), ranks)
+        if whole is not None:
+            report.sharding = Rounding(f"computed on {place.ranks} ranks", plan.longest)
+            report.sharding.take(divided, whole, plan.longest)
         for rank, lines in enumerate(ranks.of_all([*report.troubles()])):
             if rank and lines and not ranks.rank:
                 report.paths.append(Path(f"rank {rank}", "what this rank found alone", troubles=lines))
@@ -158,7 +156,15 @@ def prove(task: Task, model: LoadedModel, console: Console, ranks: Ranks | None 
         console.print(line, highlight=False)
     with ExitStack() as undo:
         url = task.url
-        tick, advance = undo.enter_context(_progress(console, len(STEPS[hits])))
+        columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        last = TextColumn("{task.fields[last]}")
+        progress = undo.enter_context(Progress(*columns, last, console=console, transient=True))
+        bar = progress.add_task("", total=len(STEPS[hits]), last="")
+
+        def tick(row: Path) -> None:
+            wrong = "" if row.ok else ", something is wrong"
+            progress.update(bar, description=row.name, last=f"{row.requests} requests{wrong}")
+
         prover = Prover(model, plan, url, task.salt, report, tick, ranks)
         if storage is not None:
             undo.callback(prover.clear)
@@ -168,10 +174,11 @@ def prove(task: Task, model: LoadedModel, console: Console, ranks: Ranks | None 
             raise ConfigError(f"{e} (fewer --tokens need less)") from None
         with prover.store() as store:
             _check_room(model, plan, shown(url), store.usage())
-        undo.enter_context(_listening(prover))
+        LOG.addHandler(prover.log)
+        undo.callback(LOG.removeHandler, prover.log)
         for step in STEPS[hits]:
             step(prover)
-            advance()
+            progress.advance(bar)
     return report
 
 
@@ -239,20 +246,6 @@ def _verdict(report: ProofReport) -> str:
     )
 
 
-@contextmanager
-def _progress(console: Console, steps: int) -> Iterator[tuple[Callable[[Path], None], Callable[[], None]]]:
-    """A progress bar over the steps, as two functions: a request is done, a step is done."""
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console, transient=True) as progress:
-        bar = progress.add_task("", total=steps, last="")
-
-        def tick(row: Path) -> None:
-            last = f"{row.requests} requests" + ("" if row.ok else ", something is wrong")
-            progress.update(bar, description=row.name, last=last)
-
-        yield tick, lambda: progress.advance(bar)
-
-
 def _check_room(model: LoadedModel, plan: Plan, url: str, usage: StorageUsage) -> None:
     """ConfigError for a storage that would have to evict pages, ours or another user's."""
     shape = (model.layout.pools, plan.page, plan.chunk)
@@ -263,13 +256,3 @@ def _check_room(model: LoadedModel, plan: Plan, url: str, usage: StorageUsage) -
             f"{url}: the proof needs {format_size(need)}, and {format_size(free)} are free: give it more, "
             f"or fewer --tokens"
         )
-
-
-@contextmanager
-def _listening(prover: Prover) -> Iterator[None]:
-    """Collect kvarve's log lines for the path during which they were written."""
-    LOG.addHandler(prover.notes)
-    try:
-        yield
-    finally:
-        LOG.removeHandler(prover.notes)

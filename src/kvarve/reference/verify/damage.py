@@ -6,7 +6,7 @@ it is off, or the damaged page has a valid checksum, the comparison of logits ha
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -132,33 +132,22 @@ def on_the_device(target: _Target) -> None:
     for pool in target.pools:
         several = kinds(pool) if len(kinds(pool)) > 1 else []
         for kind in ("a page", *several):
-            with target.damage(pool, kind, "device", "noticed", "none") as row, _undone() as undo:
+            with target.damage(pool, kind, "device", "noticed", "none") as row, ExitStack() as undo:
                 target.noticed(row, target.ask(_spoils(target.engine.cache, pool, kind, undo)), alone=kind in several)
     target.healthy()
 
 
-def _spoils(cache: PrefixCache, pool: PoolSpec, kind: str, undo: list[tuple[Tensor, Tensor]]) -> Before:
-    """Spoils a request's page before it is read, all of it or one kind of buffer."""
+def _spoils(cache: PrefixCache, pool: PoolSpec, kind: str, undo: ExitStack) -> Before:
+    """Spoils a request's page before it is read, all of it or one kind of buffer, until `undo` is closed."""
 
     def spoil_it(lease: Lease) -> None:
         slot = cache.pages(lease)[pool.name][1][-1]
         for name, slots in cache.worker.arena(pool.name).items():
             if kind in ("a page", name.split(".", 2)[2]):
-                undo.append((slots[slot], slots[slot].clone()))
+                undo.callback(slots[slot].copy_, slots[slot].clone())
                 spoil(slots[slot])
 
     return spoil_it
-
-
-@contextmanager
-def _undone() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Restores the pages on the list at the end."""
-    undo: list[tuple[Tensor, Tensor]] = []
-    try:
-        yield undo
-    finally:
-        for page, good in undo:
-            page.copy_(good)
 
 
 def in_the_host_checked(target: _Target) -> None:
@@ -179,15 +168,12 @@ def in_the_host_unchecked(target: _Target) -> None:
     for pool in target.pools:
         with target.damage(pool, "a page", "host", "noticed", "off") as row:
             target.engine.empty([Tier.DEVICE])
-            good = [(record, bytes(record)) for record in target.records(pool)]
-            try:
-                for record, _ in good:
+            with ExitStack() as undo:
+                for record in target.records(pool):
+                    undo.callback(record.__setitem__, slice(None), bytes(record))
                     for page in payload(pool, record).values():
                         spoil(page)
                 target.noticed(row, target.ask())
-            finally:
-                for record, bytes_ in good:
-                    record[:] = bytes_
             target.engine.empty([Tier.DEVICE])
     target.healthy((Tier.DEVICE,))
 

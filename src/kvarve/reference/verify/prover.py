@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from typing import Any
 
 from kvarve.cache.config import CacheConfig, room_for, spacing
@@ -36,17 +37,6 @@ from kvarve.transfer.compression import compressing
 STORAGE_S = 30.0  # a storage that takes longer never answers
 
 
-class Notes(logging.Handler):
-    """Keeps kvarve's log lines, for the path that failed rather than for the progress bar."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 class Prover:
     """`salt` keeps this run's pages apart from all others in the user's storage; `written`: the names of its pages.
 
@@ -69,7 +59,8 @@ class Prover:
         self.rank, self.ranks = (0, 1) if ranks is None else (ranks.rank, ranks.ranks)
         self.uncached = Uncached(model, plan.decode)
         self.at_chunks = f"ends,branches,chunks,every:{plan.chunk}"
-        self.notes = Notes()
+        self.log = BufferingHandler(1 << 20)  # for the path that failed, rather than for the progress bar
+        self.log.setLevel(logging.WARNING)
         self.written: set[str] = set()
         self.row = Path("", "")
 
@@ -80,7 +71,7 @@ class Prover:
         """A row of the report; any exception inside is a finding of it."""
         self.row = row = Path(name, says)
         self.report.paths.append(row)
-        self.notes.lines.clear()
+        self.log.flush()
         self.tick(row)
         start = time.perf_counter()
         try:
@@ -89,7 +80,8 @@ class Prover:
             row.troubles.append(f"{type(e).__name__}: {e}")
         row.seconds = time.perf_counter() - start
         if row.troubles:
-            row.troubles += [f"the log says: {line}" for line in dict.fromkeys(self.notes.lines)]
+            lines = dict.fromkeys(record.getMessage() for record in self.log.buffer)
+            row.troubles += [f"the log says: {line}" for line in lines]
 
     # --- engines
 

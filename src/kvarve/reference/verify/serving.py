@@ -1,7 +1,5 @@
 """Many requests at once in the engine: bit for bit, and with rounded hits a difference to report."""
 
-from collections.abc import Sequence
-
 from kvarve.reference.engine.model import keeping_answers, with_rounded_hits
 from kvarve.reference.verify.proof_plan import TURNS
 from kvarve.reference.verify.prover import Prover
@@ -57,13 +55,6 @@ def answers(prover: Prover) -> None:
             prover.check(second, prover.plan.whole, None, "the next turn")
 
 
-def _measure(prover: Prover, answers: Sequence[Answer], found: Rounding) -> None:
-    """How much the first logits of answers differ from those without a cache."""
-    for answer in answers:
-        found.take(answer.found, prover.uncached(answer.prompt), len(answer.prompt))
-    prover.report.rounding = found
-
-
 def _next_turns(prover: Prover, engine: WatchedEngine, most: int) -> list[Question]:
     """Conversations at once, whose first answers cross the line of a chunk: the questions that follow, for answers of
     `most` tokens."""
@@ -116,4 +107,6 @@ def rounded(prover: Prover) -> None:
         _second_turns(prover, engine, answers)
         row.compared += len(answers)
         found.tokens = sum(row.resumed.values())
-        _measure(prover, answers, found)
+        for answer in answers:
+            found.take(answer.found, prover.uncached(answer.prompt), len(answer.prompt))
+        prover.report.rounding = found
