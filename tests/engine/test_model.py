@@ -50,7 +50,7 @@ def test_a_check_reads_no_weights_but_says_what_is_wrong(qwen: Path, monkeypatch
     check_model(str(qwen))
     with pytest.raises(ConfigError, match="a page of 48 tokens does not fit the model's prefill grid of 256"):
         load_model(str(qwen), page_tokens=48)
-    with pytest.raises(ConfigError, match="unknown dtype 'int4'; known: auto, float32, bfloat16, float16"):
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16, float16, got 'int4'"):
         load_model(str(qwen), dtype="int4")
     with pytest.raises(ConfigError, match=r"context_length must be at most .* as the model can attend to, got 9999999"):
         check_model(str(qwen), context_length=9999999)

@@ -116,7 +116,7 @@ def test_logprobs_are_those_of_the_completions(client: httpx.Client, song: str) 
             {"text": "a", "sampling_params": {"max_tokens": 5}},
             "sampling_params.max_tokens is not supported: max_new_to",
         ),
-        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_tokens must be at least 1, not -1"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_tokens must be at least 1, got -1"),
         ({"text": "a", "sampling_params": [{}, {}]}, "2 sampling_params for 1 prompts"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n must be the same for all prompts"),
         ({"text": "a", "max_new_tokens": 5}, "max_new_tokens is not supported: sampling_params.max_new_tokens is its"),

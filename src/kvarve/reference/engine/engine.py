@@ -21,6 +21,7 @@ from kvarve.cache.attach import ASK_S, Admin
 from kvarve.cache.prefix_cache import PrefixCache, bugs_as_broken
 from kvarve.cache.scheduler import Prompt
 from kvarve.errors import Broken, Busy, ConfigError, KvarveError, TooLong
+from kvarve.pages.field_checks import require
 from kvarve.pages.pools import MEMORY_TIERS, Tier
 from kvarve.pages.ticket import HandOverError
 from kvarve.reference.engine.inputs import Aborted, Attach, Cleared, Detach, Evict, Input, Stop, Submitted, seeded
@@ -63,11 +64,9 @@ class Engine(Turns):
     ) -> None:
         """`turn_tokens`: computed by a turn at most, answers first, but at least one chunk of a prompt in prefill.
         `exact`: no page that decoding computed is kept; answers are computed again by prefill (see `Turns`)."""
-        if max_running < 1 or max_waiting < 1:
-            raise ConfigError("max_running and max_waiting must be at least 1")
-        if turn_tokens < 1:
-            raise ConfigError(f"turn_tokens must be at least 1, got {turn_tokens}")
         among = {"max_running": max_running, "turn_tokens": turn_tokens}
+        for name, value in (among | {"max_waiting": max_waiting}).items():
+            require(value >= 1, name, "at least 1", value)
         super().__init__(model, cache, **among, deterministic=deterministic, exact=exact)
         self._max_running, self._max_waiting = max_running, max_waiting
         self._stopping = threading.Event()
@@ -142,8 +141,7 @@ class Engine(Turns):
                 self.cache.scheduler.check_ticket(one.ticket, known[same, one.salt])
             if (one.ticket is not None or one.hand_over_s is not None) and self.cache.worker.attached is None:
                 raise HandOverError("a hand-over needs a storage that both servers share: attach one")
-        if len(requests) > limit:
-            raise ConfigError(f"requests at once must be at most {limit}, got {len(requests)}")
+        require(len(requests) <= limit, "requests at once", f"at most {limit}", len(requests))
         with self._lock:
             if self._stopping.is_set() or self._ended:
                 raise Busy(self.broken or "the engine is shutting down")

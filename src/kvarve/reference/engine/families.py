@@ -25,7 +25,15 @@ from torch.overrides import TorchFunctionMode
 from kvarve.errors import ConfigError, KvarveError, ModelError
 from kvarve.pages.sizes import format_size
 from kvarve.reference.engine.layers import page_multiple, plan_layers
-from kvarve.reference.engine.model import DTYPES, build_model, check_model, in_fp8, is_bare, load_model, read_config
+from kvarve.reference.engine.model import (
+    build_model,
+    check_model,
+    in_fp8,
+    is_bare,
+    load_model,
+    read_config,
+    torch_dtype,
+)
 from kvarve.reference.engine.model_errors import MISFITS, in_words
 from kvarve.reference.engine.workspace import StateLayout
 from kvarve.reference.engine.wrappers import require_causal
@@ -250,12 +258,6 @@ def _layout(model: Any, *shape: Any) -> StateLayout:
     return layout
 
 
-def _dtype(config: Any) -> torch.dtype:
-    """The dtype in which a checkpoint of this config is loaded."""
-    found: torch.dtype | None = config.dtype or config.get_text_config(decoder=True).dtype
-    return found or torch.float32
-
-
 def describe_model(
     name: str, dtype: str, page_tokens: int | None, chunk_tokens: int | None, kv_cache_dtype: str = "auto"
 ) -> Facts:
@@ -263,16 +265,14 @@ def describe_model(
 
     Other files in the folder have to be valid for `load_model`, or this raises its error.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     config = read_config(name)
-    torch_dtype = getattr(torch, dtype) if dtype != "auto" else _dtype(config)
+    loaded_as = torch_dtype(dtype, config)
     page, chunk = _grid(config, name, page_tokens, chunk_tokens)
     bare = is_bare(name)
     if not bare:
         check_model(name, page_tokens=page, chunk_tokens=chunk, dtype=dtype)
     try:
-        found = describe(name, config, torch_dtype, page, chunk, in_fp8(kv_cache_dtype))
+        found = describe(name, config, loaded_as, page, chunk, in_fp8(kv_cache_dtype))
         return replace(found, unloadable="it has no weights and no tokenizer yet") if bare else found
     except _Opaque as e:
         if bare:

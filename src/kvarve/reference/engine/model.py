@@ -267,6 +267,13 @@ def load_model(
     return with_rounded_hits(loaded) if rounded else loaded
 
 
+def torch_dtype(dtype: str, config: Any) -> torch.dtype:
+    """The dtype in which a checkpoint of this config is loaded. ConfigError for what is none of DTYPES."""
+    require(dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", dtype)
+    found: torch.dtype | None = config.dtype or config.get_text_config(decoder=True).dtype
+    return (found or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+
+
 def in_fp8(kv_cache_dtype: str) -> bool:
     """Whether keys and values are kept in FP8. ConfigError for what is none of KV_CACHE_DTYPES."""
     known = ", ".join(KV_CACHE_DTYPES)
@@ -344,8 +351,7 @@ class _Checkpoint:
 
     @classmethod
     def find(cls, name: str, page_tokens: int, chunk_tokens: int, dtype: str) -> "_Checkpoint":
-        if dtype not in DTYPES:
-            raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        require(dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", dtype)
         folder = _folder(name)
         config = read_config(name)
         check_pages(plan_layers(config, _model_class(config).__name__), page_tokens, str(folder))
@@ -408,7 +414,7 @@ class _Checkpoint:
     def _unpacked(self, packing: Packing, settings: dict[str, Any]) -> Any:
         """The model; its packed weights are dequantized one by one, and transformers takes them for plain ones."""
         config = own_config(without_quantization(self.config))
-        dtype = config.dtype or torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype)
+        dtype = torch_dtype(self.dtype, config)
         with packing.opened(self.files) as weights:
             return _model_class(self.config).from_pretrained(
                 None, config=config, dtype=dtype, state_dict=weights, **settings

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvarve.core.observe.reasons import HITS, Reason
 from kvarve.errors import ConfigError
+from kvarve.pages.field_checks import require
 from kvarve.pages.ticket import Ticket
 
 MOST_LOGPROBS = 20  # alternatives that a request may ask for, as OpenAI's
@@ -53,25 +54,19 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed must have at most 64 bits, got {self.seed}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if self.top_k < -1:
-            raise ConfigError(f"top_k must be at least -1, not {self.top_k}")
-        if not all(-100 <= bias <= 100 for _, bias in self.logit_bias):
-            raise ConfigError("a logit_bias must be between -100 and 100")
+        require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "of at most 64 bits", self.seed)
+        require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        require(self.top_k >= -1, "top_k", "at least -1", self.top_k)
+        for _, bias in self.logit_bias:
+            require(-100 <= bias <= 100, "logit_bias", "between -100 and 100", bias)
         for name, (least, most) in BOUNDS.items():
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(f"{name} must be between {least} and {most}, not {getattr(self, name)}")
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ConfigError(f"min_tokens must be between 0 and max_tokens {self.max_tokens}, not {self.min_tokens}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise ConfigError(f"logprobs must be between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
-        if any(not text for text in self.stop):
-            raise ConfigError("a stop text cannot be empty")
+            require(least <= getattr(self, name) <= most, name, f"between {least} and {most}", getattr(self, name))
+        few = f"between 0 and max_tokens {self.max_tokens}"
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", few, self.min_tokens)
+        asked = self.logprobs
+        require(asked is None or 0 <= asked <= MOST_LOGPROBS, "logprobs", f"between 0 and {MOST_LOGPROBS}", asked)
+        require(all(self.stop), "stop", "texts that are not empty", self.stop)
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
@@ -96,8 +91,9 @@ def check_tokens(sampling: Sampling, vocabulary: int) -> None:
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("stop_token_ids", sampling.stop_token_ids),
     ):
-        if odd := [token for token in tokens if not 0 <= token < vocabulary]:
-            raise ConfigError(f"{name} must be token ids of the model's vocabulary of {vocabulary}, got {odd[0]}")
+        for token in tokens:
+            known = f"token ids of the model's vocabulary of {vocabulary}"
+            require(0 <= token < vocabulary, name, known, token)
 
 
 class Finish(Enum):
@@ -205,16 +201,14 @@ class Request:
 
     def check(self) -> None:
         """ConfigError for a salt or priority that the cache could not use; the engine checks the prompt."""
-        if not isinstance(self.salt, str):
-            raise ConfigError(f"the salt must be text, not {self.salt!r}")
+        require(isinstance(self.salt, str), "salt", "text", self.salt)
         try:
             self.salt.encode()
         except UnicodeEncodeError:
             raise ConfigError(f"the salt has half a character (a lone surrogate): {self.salt!r}") from None
-        if not isinstance(self.priority, int):
-            raise ConfigError(f"the priority must be a whole number, not {self.priority!r}")
-        if self.hand_over_s is not None and not 0 <= self.hand_over_s < math.inf:
-            raise ConfigError(f"hand_over_s must be finite and at least 0, got {self.hand_over_s}")
+        require(isinstance(self.priority, int), "priority", "a whole number", self.priority)
+        waits_s = self.hand_over_s
+        require(waits_s is None or 0 <= waits_s < math.inf, "hand_over_s", "finite and at least 0", waits_s)
 
     def result(self, timeout_s: float = 300.0) -> tuple[str, list[int], OutputChunk]:
         """Wait for the whole answer: its text, tokens and last chunk. `queue.Empty` after `timeout_s` without one."""
