@@ -30,7 +30,7 @@ def test_an_aborted_request_leaves_nothing_held_wherever_it_was(make: Make) -> N
         assert request.outputs.empty()
     assert not engine.cache.scheduler.core.leases
     assert engine.load() == (0, 0)
-    assert engine.counts.aborted == 3
+    assert engine.counts.ends[Finish.ABORT] == 3
     engine.cache.flush()
     engine.cache.scheduler.audit()
     assert not any(value for name, value in engine.cache.stats().items() if name.startswith("used."))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvarve.errors import ConfigError
 from kvarve.reference.engine.requests import Sampling
-from kvarve.reference.engine.sampling import BLOCK, Draw, _weighed, choose_all, likelihood
+from kvarve.reference.engine.sampling import BLOCK, Draw, _weigh, choose_all, likelihood
 
 CHANCES = (0.4, 0.05, 0.3, 0.15, 0.1)  # of tokens 0 to 4
 
@@ -106,10 +106,8 @@ def weighed(
 ) -> list[float]:
     """The logits from which a token is chosen."""
     given = torch.tensor(GIVEN)
-    before = given.clone()
-    found = _weighed(given, Sampling(**settings), prompt_ids, output_ids, ends).tolist()
-    assert torch.equal(given, before)  # they are the model's
-    return [float(logit) for logit in found]
+    _weigh(given, Draw(Sampling(**settings), None, prompt_ids, output_ids, ends))
+    return [float(logit) for logit in given.tolist()]
 
 
 def test_frequency_penalty_counts_output_tokens_and_presence_penalty_only_whether_they_occur() -> None:
@@ -163,7 +161,9 @@ def test_a_row_draws_the_same_token_in_a_batch_as_alone(spread: float) -> None:
             for row in range(len(given))
         ]
 
+    before = given.clone()
     together = choose_all(given, draws())
+    assert torch.equal(given, before), "they are the model's"
     alone = [choose(logits, *draw) for logits, draw in zip(given, draws(), strict=True)]
     assert together == alone
     backwards = choose_all(given.flip(0), draws()[::-1])

@@ -9,7 +9,7 @@ from kvarve.reference.engine.request_scheduler import LOOK_AHEAD, OVERTAKEN, Wai
 def a_line(*names: str) -> WaitingQueue[str]:
     line: WaitingQueue[str] = WaitingQueue()
     for name in names:
-        line.join(name)
+        line.append(name)
     return line
 
 
@@ -25,10 +25,10 @@ def test_requests_with_more_cached_pages_go_first() -> None:
 def test_no_request_is_overtaken_for_ever() -> None:
     line = a_line("cold")
     for number in range(OVERTAKEN):
-        line.join(f"warm {number}")
+        line.append(f"warm {number}")
         assert line.order(lambda name: int(name != "cold"))[0] == f"warm {number}"
         line.go(f"warm {number}")
-    line.join("warm again")
+    line.append("warm again")
     assert line.order(lambda name: int(name != "cold")) == ["cold", "warm again"]
 
 

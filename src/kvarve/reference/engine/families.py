@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
@@ -397,16 +397,12 @@ def _surveyed(
         yield from [Facts(**each | {"pools": tuple(Pool(**pool) for pool in each["pools"])}) for each in kept]
         return
     found, console = list[Facts](), Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     if not console.is_terminal:
         console.print(f"building {len(families)} models without weights: this takes a minute, once")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("building models without weights", total=len(families))
-        for family in families:
-            progress.update(task, description=family.name)
-            found += survey([family], page_tokens, chunk_tokens)
-            progress.advance(task)
-            yield found[-1]
+    doing, quiet = "building models without weights", not console.is_terminal
+    for family in track(families, doing, console=console, transient=True, disable=quiet):
+        found += survey([family], page_tokens, chunk_tokens)
+        yield found[-1]
     with suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
         whole = file.with_suffix(f".{os.getpid()}")

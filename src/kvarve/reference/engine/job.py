@@ -148,14 +148,6 @@ class EngineCounts:
     def finished(self) -> int:
         return sum(self.ends.values())
 
-    @property
-    def failed(self) -> int:
-        return self.ends[Finish.ERROR]
-
-    @property
-    def aborted(self) -> int:
-        return self.ends[Finish.ABORT]
-
     def began(self, job: Job, now: float) -> None:
         """A request is computed from now on, for the first time."""
         job.began_s, job.queued_s = now, now - job.request.submitted_s

@@ -270,20 +270,16 @@ class Ranks:
         `weights`: those of the whole model, where pages are stored for any number of ranks. Its threads then do not
         count, since they go with the ranks."""
         whole = replace(mine, weights=weights, ranks=self.ranks, sharding=SHARDING)
-        digest = hashlib.sha256(mine.weights.encode()).digest() + whole.fingerprint()
-        found = [torch.empty(len(digest), dtype=torch.uint8) for _ in range(self.ranks)]
-        with self._in_time():
-            dist.all_gather(found, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-        digests = [bytes(each.tolist()) for each in found]
-        for rank, each in enumerate(digests):
-            if each[32:] != digests[0][32:]:
+        found = self.of_all((hashlib.sha256(mine.weights.encode()).digest(), whole.fingerprint()))
+        for rank, (_, fingerprint) in enumerate(found):
+            if fingerprint != found[0][1]:
                 raise GroupEnded(
                     f"rank {rank} computes otherwise than rank 0 (another version, processor, library or setting), so "
                     f"they would round differently: run all ranks alike"
                 )
         if weights:
             return replace(whole, sharding=BY_GROUPS, numerics=without_threads(mine.numerics))
-        return replace(whole, weights=hashlib.sha256(b"".join(each[:32] for each in digests)).hexdigest()[:32])
+        return replace(whole, weights=hashlib.sha256(b"".join(part for part, _ in found)).hexdigest()[:32])
 
 
 def device_of(device: str, place: Place) -> str:

@@ -79,48 +79,39 @@ class Task:
         return self.computed < self.prefill_until
 
 
-class WaitingQueue(Generic[T]):
+class WaitingQueue(list[T]):
     """A request with more pages in memory may go first; none is overtaken more than `OVERTAKEN` times."""
 
     def __init__(self) -> None:
-        self._waiting: list[T] = []
+        super().__init__()
         self._overtaken: dict[int, int] = {}  # by id: how often a later request went first
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._waiting)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def overtaken(self, request: T) -> int:
         return self._overtaken.get(id(request), 0)
 
-    def join(self, request: T) -> None:
-        self._waiting.append(request)
-
     def rejoin(self, request: T) -> None:
         """A request that lost its turn goes to the front, behind others that have been overtaken as often as may be."""
-        at = next((at for at, each in enumerate(self._waiting) if not self._due(each)), len(self._waiting))
-        self._waiting.insert(at, request)
+        at = next((at for at, each in enumerate(self) if not self._due(each)), len(self))
+        self.insert(at, request)
         self._overtaken[id(request)] = OVERTAKEN
 
     def leave(self, request: T) -> None:
         """A request leaves without having been admitted."""
-        self._waiting.remove(request)
+        self.remove(request)
         self._overtaken.pop(id(request), None)
 
     def go(self, request: T, not_delayed: Iterable[T] = ()) -> None:
         """A request is admitted, which overtakes those before it, except those of `not_delayed`."""
         spared = {*map(id, not_delayed)}
-        for each in self._waiting[: self._waiting.index(request)]:
+        for each in self[: self.index(request)]:
             if id(each) not in spared:
                 self._overtaken[id(each)] = self.overtaken(each) + 1
         self.leave(request)
 
     def order(self, found: Callable[[T], int]) -> list[T]:
         """All requests, first those overtaken as often as may be, then those with most pages in memory."""
-        due = [each for each in self._waiting if self._due(each)]
-        rest = [each for each in self._waiting if not self._due(each)] if due else self._waiting
+        due = [each for each in self if self._due(each)]
+        rest = [each for each in self if not self._due(each)] if due else self
         near = sorted(rest[:LOOK_AHEAD], key=found, reverse=True) if len(rest) > 1 else rest[:LOOK_AHEAD]
         return due + near + rest[LOOK_AHEAD:]
 
@@ -161,7 +152,7 @@ class Scheduler(Generic[Each]):
         self._refused: object = None  # the input of the last decision that admitted none
 
     def join(self, task: Each) -> None:
-        self.waiting.join(task)
+        self.waiting.append(task)
 
     def leave(self, task: Each) -> None:
         """A request has ended, wherever it was."""

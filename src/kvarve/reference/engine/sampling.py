@@ -36,8 +36,7 @@ def choose_all(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     if changed:
         logits = logits.float().clone()
         for row in changed:
-            sampling, _, prompt_ids, output_ids, ends = draws[row]
-            logits[row] = _weighed(logits[row], sampling, prompt_ids, output_ids, ends)
+            _weigh(logits[row], draws[row])
     chosen: list[int | None] = [None] * len(draws)
     greedy = [row for row, draw in enumerate(draws) if draw.sampling.temperature == 0]
     if greedy:
@@ -148,13 +147,11 @@ def _is_weighed(draw: Draw) -> bool:
     return bool(early or sampling.logit_bias or penalties)
 
 
-def _weighed(
-    logits: Tensor, sampling: Sampling, prompt_ids: Collection[int], output_ids: Sequence[int], ends: Collection[int]
-) -> Tensor:
-    """New logits [vocabulary] in float32, after bias and penalties."""
+def _weigh(logits: Tensor, draw: Draw) -> None:
+    """Apply bias and penalties to logits [vocabulary] in float32."""
+    sampling, _, prompt_ids, output_ids, ends = draw
     repetition = sampling.repetition_penalty
     frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
-    logits = logits.float().clone()
     if len(output_ids) < sampling.min_tokens:
         for end in ends:
             logits[end] = -torch.inf
@@ -166,7 +163,6 @@ def _weighed(
     if output_ids and (frequency or presence):
         times = torch.bincount(torch.tensor(output_ids, device=logits.device), minlength=len(logits))
         logits -= frequency * times + presence * (times > 0)
-    return logits
 
 
 def likelihood(logits: Tensor, token: int, alternatives: int, offset: int) -> Likelihood:

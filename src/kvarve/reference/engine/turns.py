@@ -75,9 +75,9 @@ class Turns:
             page_tokens=model.layout.page_tokens,
             chunk_tokens=model.layout.chunk_tokens,
             reopen=self._reopen_lease,
-            begin=self._begin,
+            begin=lambda job: self._guarded(job, self._resume),
             stop=self._stop,
-            fail=self._fail,
+            fail=lambda job, why: self._end(job, Finish.ERROR, why),
             clock=self._now,
         )
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()  # what other threads ask for
@@ -251,9 +251,6 @@ class Turns:
             prompt = self.cache.scheduler.prompt(job.sequence(0, job.prefill_until), request.salt)
         return self.cache.open(prompt, read=request.read_cache, priority=request.priority, again=job.lease.counted)
 
-    def _begin(self, job: Job) -> None:
-        self._guarded(job, self._resume)
-
     def _resume(self, job: Job) -> None:
         self.model.require_same()
         tokens = job.prompt + job.max_new_tokens
@@ -268,9 +265,6 @@ class Turns:
     def _stop(self, job: Job) -> None:
         self.counts.preempted += 1
         job.workspace = None
-
-    def _fail(self, job: Job, why: str) -> None:
-        self._end(job, Finish.ERROR, why)
 
     def _decodable(self) -> list[Job]:
         """The decoding requests with slots for one more token, after younger ones were preempted if need be."""
@@ -374,7 +368,10 @@ class Turns:
 
     def _computed(self, job: Job, tokens: int, prefilling: bool) -> None:
         if not prefilling:
-            self._decoded(job)
+            if not self._exact and job.computed % self.model.layout.chunk_tokens == 0:
+                self.cache.scheduler.extend(job.lease, job.sequence(job.leased_tokens, job.computed))
+                job.leased_tokens = job.computed
+                self._keep(job)
             return
         if self._is_again(job):
             self.counts.recomputed_tokens += tokens
@@ -383,13 +380,6 @@ class Turns:
         self.scheduler.running.remove(job)
         self.scheduler.running.append(job)
         self._keep(job)
-
-    def _decoded(self, job: Job) -> None:
-        state = job.state
-        if not self._exact and state.tokens % self.model.layout.chunk_tokens == 0:
-            self.cache.scheduler.extend(job.lease, job.sequence(job.leased_tokens, state.tokens))
-            job.leased_tokens = state.tokens
-            self._keep(job)
 
     # --- sampling and output
 
