@@ -4,8 +4,8 @@ import pytest
 
 from kvarve.core.copies.effects import Probe
 from kvarve.core.lease import Lease, Phase
-from kvarve.core.policies import BEST_EFFORT, Patience
-from kvarve.core.requests.prefetch import ASK_AGAIN_S, ASK_ALL_S, SOON_S
+from kvarve.core.policies import Patience
+from kvarve.core.requests.prefetch import ASK_AGAIN_S, ASK_ALL_S
 from kvarve.pages.keys import pack
 from tests.sim.world import ATTENTION, EVERY_PAGE, STATE, World, config, prompt
 
@@ -101,16 +101,6 @@ def test_pages_beyond_the_ticket_are_not_waited_for() -> None:
     lease = opened(world, expected=(3, 5.0))
     world.settle()
     assert lease.ready and lease.boundary == 3
-
-
-@pytest.mark.parametrize("patience", [BEST_EFFORT, Patience(10), Patience(100, each=True)])
-def test_a_storage_that_says_soon_for_ever_is_not_believed_for_ever(patience: Patience) -> None:
-    world = World(config=config(ATTENTION, host=64, storage=True))
-    world.begin_stock(pack(prompt(4)))
-    lease = opened(world, patience, (0, 0.0))
-    for _ in range(int(SOON_S / ASK_AGAIN_S) + 4):
-        answer(world, ASK_AGAIN_S)
-    assert lease.ready and lease.boundary == 0
 
 
 def test_a_scheduler_sleeps_until_it_is_time_to_ask_again() -> None:

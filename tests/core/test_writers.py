@@ -28,7 +28,7 @@ LEASE = {
     "copies/in_flight.py": "ops asked bad",
     "requests/paths.py": "run held prefix_pins tiers",
     "requests/prefetch.py": "promised deadline wait_s begun latest asked_s looked_s asked_again expected_until awaited "
-    "soon_until ask_again ask_all probed told joined landed lent fetched retries",
+    "ask_again ask_all probed told joined landed lent fetched retries",
     "requests/resume.py": "known found memory storage left loaded torn reloaded",
     "requests/engine_blocks.py": "offered arrived uncached",
     "requests/growth.py": "branch ends snapshots passing boundary done grown pages seen own resumed",

@@ -135,7 +135,6 @@ class Lease:
         "expected": "a boundary whose pages are being written to storage",
         "expected_until": "and may come until then",
         "awaited": "positions that storage did not have yet",
-        "soon_until": "how long it may say that pages are being written",
         "ask_again": "when to ask for them again",
         "ask_all": "when to ask for all of them",
         "probed": "positions that storage said it has",
@@ -192,7 +191,7 @@ class Lease:
         self.ops: set[int] = set()
         self.held = self.prefix_pins = self.promised = self.told = self.retries = self.loaded = self.known = 0
         self.branch = self.ends = self.snapshots = self.passing = self.boundary = self.done = self.grown = 0
-        self.deadline = self.wait_s = self.latest = self.soon_until = 0.0
+        self.deadline = self.wait_s = self.latest = 0.0
         self.looked_s, self.expected_until = now, now + expected_s
         self.asked_s: float | None = None
         self.ask_again = self.ask_all = inf

@@ -307,12 +307,9 @@ def _rot(world: World, pick: int, rank: int, storage: int) -> bool:
     return found
 
 
-def _coming(world: World, text: str, salt: str, patience: int, soon: int, for_s: float) -> bool:
-    """A prompt that another server is still writing is opened: its ticket says until when, or storage says soon."""
-    tokens = words(text)
-    if soon:
-        world.begin_stock(tokens, salt)
-    world.open_packed(tokens, salt, PATIENCES[patience], expected=(0 if soon else len(text), for_s))
+def _coming(world: World, text: str, salt: str, patience: int, for_s: float) -> bool:
+    """A prompt that another server is still writing is opened: its ticket says until when."""
+    world.open_packed(words(text), salt, PATIENCES[patience], expected=(len(text), for_s))
     world.seen["asked for what is coming"] += 1
     return True
 
@@ -541,8 +538,8 @@ class Director:
             case "rot":
                 return ["rot", pick, dice.randrange(4), dice.randrange(2)]
             case "coming":
-                patience, soon = dice.randrange(len(PATIENCES)), dice.randrange(2)
-                return ["coming", self._prompt(), salt, patience, soon, dice.choice([0.0, 0.5, 4.0])]
+                patience = dice.randrange(len(PATIENCES))
+                return ["coming", self._prompt(), salt, patience, dice.choice([0.0, 0.5, 4.0])]
             case "elsewhere":
                 return ["elsewhere", self._prompt(), salt, self._some(self.trouble)]
             case "forget":

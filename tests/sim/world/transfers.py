@@ -28,13 +28,11 @@ def empty(lease: int) -> bytes:
 
 @dataclass
 class Store:
-    """A storage for all ranks: its objects, all names it ever had, the ranks to which it answers misses (bits), and
-    the names of pages that another server is writing."""
+    """A storage for all ranks: its objects, all names it ever had, and the ranks to which it answers misses (bits)."""
 
     objects: dict[Name, bytes] = field(default_factory=dict)
     ever: set[Name] = field(default_factory=set)
     mute: int = 0
-    coming: set[Name] = field(default_factory=set)
 
 
 class Arena(Protocol):
@@ -138,7 +136,7 @@ class SimulatedTransfers:
                 arrived = (
                     self.name(page.key, page.pool) in store.objects and not away and not store.mute >> self.rank & 1
                 )
-                spoiled = not arrived and self.name(page.key, page.pool) in store.coming and not away
+                spoiled = False
             elif effect.target is Tier.STORAGE:
                 arrived, spoiled = self._store(effect, page, store, away, decayed)
             else:

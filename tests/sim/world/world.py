@@ -374,12 +374,6 @@ class World(Shadow):
         """Let the storage lose one page of a prompt."""
         del self.storage.objects[self._key(tokens, position, salt), pool, 0]
 
-    def begin_stock(self, tokens: bytes, salt: str = "") -> None:
-        """Another server begins to store a prompt's pages."""
-        for key in self._learn(root_key(b"world", salt), tokens):
-            for pool in range(len(self.core.pools)):
-                self.storage.coming.update(transfers.name(key, pool) for transfers in self.transfers)
-
     def stock(self, tokens: bytes, salt: str = "", missing: int = 0) -> None:
         """Another server stores a prompt's pages, without some of them (bits)."""
         for position, key in enumerate(self._learn(root_key(b"world", salt), tokens)):

@@ -79,8 +79,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Probe:
-    """Ask the storage which of these pages it has. Answer with one `Ended`: a page is there (`good`), is being written
-    and will be there soon (`bad`), or neither; the request waits up to `wait_s` for it to begin."""
+    """Ask the storage which of these pages it has. Answer with one `Ended`, whose `good` pages are there; the request
+    waits up to `wait_s` for it to begin."""
 
     op: int
     pages: Sequence[Page]

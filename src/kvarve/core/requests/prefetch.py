@@ -20,7 +20,6 @@ ASK_AGAIN_S = 0.05  # until storage is asked again for the last of the pages tha
 ASK_ALL_S = 1.0  # until it is asked again for all of them
 LOOK_AGAIN_S = 1.0  # until a request that still waits is looked up in storage again
 LOOK_AHEAD = 16  # the requests that wait longest, which are
-SOON_S = 2.0  # for how long a request believes a storage that pages are being written
 EVICTION_RETRIES = 8  # how often a lease waits for evictions under write-back before it takes a shallower boundary
 
 
@@ -167,12 +166,10 @@ class Prefetch:
     def answered(self, lease: Lease, outcomes: list[PartOutcome]) -> bool:
         """Storage has answered a probe. False if pages are still being written, so that it is asked again."""
         lease.looked_s = now = self._context.now
-        if not lease.soon_until and any(soon for _, _, soon in outcomes):
-            lease.soon_until = now + SOON_S
         for outcome in outcomes:
-            (pool, asked, *_), good, soon = outcome
+            (pool, asked, *_), good, _ = outcome
             expected = needed(lease.expected, self._paths.lookbacks[pool]) if now < lease.expected_until else 0
-            waits = outcome.lost & (expected | (soon if now < lease.soon_until else 0))
+            waits = outcome.lost & expected
             lease.awaited[pool] = lease.awaited[pool] & ~asked | waits
             lease.probed[pool] |= good
             lease.told |= asked & ~waits
@@ -200,7 +197,7 @@ class Prefetch:
         now = self._context.now
         if lease.phase is not Phase.PROBING or lease.ops or now < lease.ask_again:
             return
-        all_of_them = now >= min(lease.ask_all, max(lease.expected_until, lease.soon_until))
+        all_of_them = now >= min(lease.ask_all, lease.expected_until)
         if all_of_them:
             lease.ask_all = now + ASK_ALL_S
         lease.ask_again = inf
