@@ -69,19 +69,20 @@ class Group(Agreement):
         star.groups += 1
         self._number = star.groups  # what was said late in another group is not for this one
         self._turn = self._number << TURN_BITS
-        self._told = [PLAIN] * star.ranks
+        self._told = [PLAIN] * star.ranks  # what rank 0 knows of each; of any other rank, what it has reported last
         self._down = list[int]()  # ranks whose storage is down, as rank 0 has said last
-        self._said = PLAIN  # by this rank, in its last report
         self._attend = True  # the next turn is an exchange, whatever is in flight
         self._ended = ""
         self._missing: set[int] = set()  # ranks that have not reported in this exchange
         self.exchanges = 0  # so far
-        self._wait(self._patience_s)
+        self._be_patient(star.deadline_s)
 
-    @property
-    def _patience_s(self) -> float:
-        """For one frame. The other ranks wait for rank 0 until it has given up any of them."""
-        return self._star.deadline_s * (ALL if self.rank else 1.0)
+    def _be_patient(self, deadline_s: float) -> None:
+        """From now on a rank that says nothing for this long is late. The other ranks wait for rank 0 until it has
+        given up any of them."""
+        self._deadline_s = deadline_s
+        self._patience_s = deadline_s * (ALL if self.rank else 1.0)
+        self._wait(self._patience_s)
 
     def _wait(self, deadline_s: float) -> None:
         for link in self._star.links.values():
@@ -203,47 +204,11 @@ class Group(Agreement):
         return self._end({0: why}, set())
 
     def assemble(self, start_s: float) -> None:
-        """Wait until all ranks are here, as after a step that takes each its own time. GroupEnded after `start_s`, and
-        if one has failed meanwhile."""
-        if self._ended:
-            raise GroupEnded(self._ended)
-        self._wait(start_s)
-        if self.rank:
-            self._report_ready(start_s)
-        else:
-            self._hear_ready(start_s)
-        self._wait(self._patience_s)
-
-    def _report_ready(self, start_s: float) -> None:
-        """Any other rank says that it is here, and waits until rank 0 says that all are."""
-        link = self._star.links[0]
-        try:
-            link.send(bytes([REPORT]))
-            while (frame := link.receive()) != bytes([INPUTS]):
-                if frame[:1] == bytes([END]):
-                    self._ended = frame[1:].decode(errors="replace")
-                    raise GroupEnded(self._ended)
-        except (Dead, Late) as e:
-            why = "rank 0 has ended" if isinstance(e, Dead) else f"the ranks are not ready after {start_s:g} s"
-            raise GroupEnded(self.fail(why, stuck=True)) from None
-
-    def _hear_ready(self, start_s: float) -> None:
-        """Rank 0 waits until all others are here, and says so to them."""
-        self._missing = missing = set(self._star.links)
-        for rank, frame in self._frames(self._star.clock() + start_s):
-            if frame[:1] in (bytes([FAILED]), bytes([STUCK])):
-                self._take(rank, frame)
-            if frame == bytes([REPORT]):  # else it is of a turn before
-                missing.discard(rank)
-            if not missing:
-                break
-        if missing:
-            raise GroupEnded(self._end(dict.fromkeys(missing, f"{LATE} for {start_s:g} s"), set()))
-        for rank, link in self._star.links.items():
-            try:
-                link.send(bytes([INPUTS]))
-            except (Dead, Late) as e:
-                self._part(rank, e)
+        """Wait until all ranks are here, as after a step that takes each its own time: an exchange with more patience,
+        when no copy is in flight. GroupEnded some time after `start_s`, and if one has failed meanwhile."""
+        self._be_patient(start_s)
+        self.agree((), 0.0, self._told[self.rank].up)
+        self._be_patient(self._star.deadline_s)
 
     def close(self) -> None:
         """No turn follows on any rank."""
@@ -258,10 +223,10 @@ class Group(Agreement):
             with self._star.sending:
                 if self._own:
                     news[:0] = [self._own.popleft() for _ in range(len(self._own))]
-                if exchange or news or mine != self._said:
+                if exchange or news or mine != self._told[self.rank]:
                     with suppress(Dead):  # rank 0 may have said why it ended before it closed
                         link.send(self._report(mine, news))
-                    self._said = mine
+                    self._told[self.rank] = mine
             frame = link.receive()
         except Late:
             self._ended = f"rank 0: {LATE} for {self._patience_s:g} s"
@@ -328,7 +293,7 @@ class Group(Agreement):
         """Read what the other ranks have sent, in an exchange until each has reported; whether any came unasked."""
         self._missing = missing = set(self._star.links) if exchange else set()
         unasked, plain = False, _REPORT.pack(REPORT, self._turn, self._digest, UP, 0, 0)
-        for rank, frame in self._frames(self._star.clock() + self._star.deadline_s * SLACK):
+        for rank, frame in self._frames(self._star.clock() + self._deadline_s * SLACK):
             if frame == plain:  # as nearly every report is
                 self._told[rank], turn = PLAIN, self._turn
             else:
@@ -397,7 +362,7 @@ class Group(Agreement):
         raise GroupEnded(self._end({rank: DEAD}, set()))
 
     def _part_late(self, ranks: set[int]) -> None:
-        late = f"{LATE} for {self._star.deadline_s * SLACK:g} s"
+        late = f"{LATE} for {self._deadline_s * SLACK:g} s"
         raise GroupEnded(self._end(dict.fromkeys(ranks, late), set()))
 
     def _end(self, failed: dict[int, str], asked: set[int], why: str = "") -> str:
