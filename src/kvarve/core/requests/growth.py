@@ -82,10 +82,8 @@ class Growth:
         taken: dict[int, dict[int, int]] = {}
         for pool in self._chains:
             missing = span(lease.done, upto) & ~lease.seen[pool] & ~boundaries.of(lease.own[pool])
-            if missing:
-                before = self._slot_before(lease, pool, missing)
-                self._evictions.straighten(pool, missing.bit_count(), lease.root, before)
-            slots = self._evictions.reserve(pool, missing.bit_count(), lease.root)
+            after = self._slot_before(lease, pool, missing)
+            slots = self._evictions.reserve(pool, missing.bit_count(), lease.root, after=after)
             taken[pool] = dict(zip(members(missing), slots, strict=False))
             if len(slots) < missing.bit_count():
                 for place, pages in taken.items():

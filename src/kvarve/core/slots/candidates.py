@@ -118,15 +118,6 @@ class Candidates:
                 run.queued |= 1 << shift + spares
                 orders[spares].push(run)
 
-    def pop(self, number: int) -> tuple[Run, int] | None:
-        """The next victim of an order, and its pages that may go. The run counts as queued still, so that it is not
-        queued a second time while it is trimmed: `offer_again` ends that."""
-        while (run := self.orders[number].pop()) is not None:
-            if pages := self.among(run, number):
-                return run, pages
-            run.queued &= ~(1 << number)  # unpinning it offers it again
-        return None
-
     def next_victim(
         self, orders: dict[int, Order], shift: int, places: Sequence[int], *, spare: bool = False
     ) -> tuple[Run, int] | None:

@@ -12,6 +12,7 @@ from kvarve.core.slots.shares import SaltShares
 from kvarve.core.tree.tree import Run, root_of
 from kvarve.pages.boundaries import members, of, ones, span
 
+Victim = tuple[Run, int]  # and the number of the order that it has left
 ROOM = 4  # of which a part is unused: there is room for what nobody is known to need
 
 
@@ -28,23 +29,18 @@ class Evictions:
         self._pools, self._places = len(self.slot_pools.pools), len(self.slot_pools.capacity)
         self._short = [pool for pool in range(self._pools) if not self.slot_pools.is_chain(pool)]
 
-    def reserve(self, place: int, wanted: int, root: bytes, spare: bool = False) -> list[int]:
+    def reserve(self, place: int, wanted: int, root: bytes, spare: bool = False, after: int | None = None) -> list[int]:
         """Up to `wanted` free slots for prompts under a root key, evicting unpinned pages for them, or for `spare` ones
-        only such; the caller owns them."""
+        only such; the caller owns them. `after`: they are to be consecutive, behind that slot if they can."""
         self.make_way(place, wanted, root)
         if (lacks := wanted - len(self.slot_pools.free[place])) > 0:
             self.make_room(place, lacks, spare)
+        if after is not None and wanted:
+            self.slot_pools.straighten(place, wanted, after)
         slots = self.slot_pools.take(place, wanted)
         if slots and self._shares is not None:
             self.candidates.charge(root, place, len(slots))
         return slots
-
-    def straighten(self, place: int, wanted: int, root: bytes, after: int) -> None:
-        """Have `reserve` return consecutive slots next, behind the slot `after` if it can."""
-        self.make_way(place, wanted, root)
-        if (lacks := wanted - len(self.slot_pools.free[place])) > 0:
-            self.make_room(place, lacks)
-        self.slot_pools.straighten(place, wanted, after)
 
     def has_room(self, root: bytes) -> bool:
         """Whether the device has room for windows and states that nobody is known to need, for prompts under a root
@@ -59,11 +55,11 @@ class Evictions:
         number, pool = divmod(place, self._pools)
         extents = self.slot_pools.extents[number]
         if extents is None:
-            return (self._evict_spares if spare else self.evict)(place, wanted)
+            return self.evict(place, wanted, spare)
         per, waits = extents.cut.per, self._context.config.policies.write is WritePolicy.WRITE_BACK
-        free, evicted = self.slot_pools.free, self.residency.evicted
+        free, stay = self.slot_pools.free, list[Victim]()
         # `moving`: slots that come free when copies have ended, or their share of an extent that does.
-        enough, moving, stay = len(free[place]) + wanted, 0.0, list[tuple[Run, int]]()
+        enough, moving = len(free[place]) + wanted, 0.0
         while len(free[place]) + moving < enough:
             if self.slot_pools.grow(place):
                 continue
@@ -71,21 +67,13 @@ class Evictions:
             found = self.candidates.next_victim(self.candidates.orders, 0, givers, spare=spare)
             if found is None:
                 break
-            run, order = found
-            theirs = order % self._places
-            before = evicted[theirs]
+            theirs = found[1] % self._places
             # Of another pool one at a time, as with a chain's page its position leaves, and perhaps an extent is empty;
             # but together where they wait for copies.
             worth = per[pool] / per[theirs % self._pools]
             most = ceil((enough - len(free[place]) - moving) / worth) if theirs == place or waits else 1
-            went = self.trim(run, theirs, most, self.candidates.among(run, order))
-            if not went:
-                stay.append(found)
-                continue
-            moving += max(0, went - (evicted[theirs] - before)) * worth
-            self.candidates.offer_again(run, order)
-        for run, order in stay:
-            self.candidates.offer_again(run, order)
+            moving += self._shorten(found, most, 0, stay)[1] * worth
+        self._offer_again(stay, 0)
         return wanted - max(0, enough - len(free[place]))
 
     def _givers(self, extents: Extents, number: int, pool: int) -> Sequence[int]:
@@ -93,34 +81,34 @@ class Evictions:
         first, grows = number * self._pools, extents.may_grow(pool)
         return [first + each for each in range(self._pools) if each == pool or (grows and extents.may_shrink(each))]
 
-    def evict(self, place: int, wanted: int) -> int:
-        """Free up to `wanted` slots, coldest run first; returns how many came free at once.
+    def evict(self, place: int, wanted: int, spare: bool = False) -> int:
+        """Free up to `wanted` slots, coldest run first, `spare` pages before others or alone; returns how many came
+        free at once.
 
         Slots of pages that are copied down first come free only when the copy has ended.
         """
-        before, handled = len(self.slot_pools.free[place]), self._evict_spares(place, wanted)
-        self._evict(place, wanted - handled, place)
+        before, stay, orders = len(self.slot_pools.free[place]), list[Victim](), self.candidates.orders
+        while wanted > 0 and (found := self.candidates.next_victim(orders, 0, (place,), spare=spare)):
+            wanted -= self._shorten(found, wanted, 0, stay)[0]
+        self._offer_again(stay, 0)
         return len(self.slot_pools.free[place]) - before
 
-    def _evict_spares(self, place: int, wanted: int) -> int:
-        """Evict up to `wanted` spare pages; returns how many go."""
-        spares = self._places + place
-        return self._evict(place, wanted, spares) if spares in self.candidates.orders else 0
+    def _shorten(self, victim: Victim, most: int, shift: int, stay: list[Victim]) -> tuple[int, int]:
+        """Take up to `most` pages of a victim: how many go, and how many of these wait for copies. One of which none
+        goes is to `stay`."""
+        run, order = victim
+        place = order % self._places
+        before = self.residency.evicted[place]
+        went = self.trim(run, place, most, self.candidates.among(run, order))
+        if went:
+            self.candidates.offer_again(run, order, shift)
+        else:
+            stay.append(victim)
+        return went, max(0, went - (self.residency.evicted[place] - before))
 
-    def _evict(self, place: int, wanted: int, order: int) -> int:
-        """Evict up to `wanted` pages of the runs in one order; returns how many go."""
-        handled, stay = 0, list[Run]()
-        while handled < wanted and (found := self.candidates.pop(order)) is not None:
-            run, droppable = found
-            went = self.trim(run, place, wanted - handled, droppable)
-            handled += went
-            if went:
-                self.candidates.offer_again(run, order)
-            else:
-                stay.append(run)
-        for run in stay:
-            self.candidates.offer_again(run, order)
-        return handled
+    def _offer_again(self, victims: list[Victim], shift: int) -> None:
+        for run, order in victims:
+            self.candidates.offer_again(run, order, shift)
 
     def trim(self, run: Run, place: int, wanted: int, droppable: int) -> int:
         """Drop, or start to copy down, up to `wanted` of the droppable pages of a run; returns how many."""
@@ -177,26 +165,18 @@ class Evictions:
         excess, orders = shares.excess(salt, budget, more), self.candidates.of_salt.get(salt)
         if excess <= 0 or orders is None:
             return
-        held, evicted, shift = shares.held[salt], self.residency.evicted, self.candidates.shift
-        leaving, stay = self._leaving(shares, salt, budget), list[tuple[Run, int]]()
-        excess, wait, before = excess - leaving, leaving > 0, sum(evicted)
+        held, shift, before = shares.held[salt], self.candidates.shift, sum(self.residency.evicted)
+        leaving, stay = self._leaving(shares, salt, budget), list[Victim]()
+        excess, wait = excess - leaving, leaving > 0
         while excess > 0 and (found := self.candidates.next_victim(orders, shift, shares.places[budget])):
-            run, order = found
-            place = order % self._places
-            had, out, size = held[budget], evicted[place], shares.page_bytes[place]
-            went = self.trim(run, place, -(-excess // size), self.candidates.among(run, order))
-            moving = went - (evicted[place] - out)
+            had, size = held[budget], shares.page_bytes[found[1] % self._places]
+            _, moving = self._shorten(found, -(-excess // size), shift, stay)
             wait |= moving > 0
-            if not went:
-                stay.append(found)
-                continue
-            excess -= had - held[budget] + max(0, moving) * size
-            self.candidates.offer_again(run, order, shift)
-        for run, order in stay:
-            self.candidates.offer_again(run, order, shift)
+            excess -= had - held[budget] + moving * size
+        self._offer_again(stay, shift)
         if wait:
             shares.over[salt] = None
-        self._context.counters.over_share += sum(evicted) - before
+        self._context.counters.over_share += sum(self.residency.evicted) - before
 
     def _leaving(self, shares: SaltShares, salt: bytes, budget: int) -> int:
         """The bytes of a salt's pages that leave as soon as they have been copied down."""
