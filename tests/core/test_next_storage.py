@@ -95,8 +95,8 @@ def test_a_storage_that_is_down_and_up_again_holds_no_more_of_the_host_than_its_
         world.detach(down=True)
         world.attach(store)
     world.step()
-    hanging = [page.pool for op in world.core.copies.ops.values() for page in op.pages()]
-    assert len(hanging) == world.core.backups.host_share.left(0) == 8
+    hanging = sum(op.page_count for op in world.core.copies.ops.values())
+    assert hanging == world.core.backups.host_share.left(0) == 8
     assert world.core.idle(), "no other copy would end"
 
 

@@ -197,5 +197,5 @@ def test_room_that_is_coming_in_one_pool_is_not_taken_for_room_in_another() -> N
         world.request(prompt(7, seed=seed), rest=False)
     assert not world.core.slot_pools.free[1], "all states are in use"
     world.step()
-    leaving = [page.pool for op in world.core.copies.ops.values() if op.leaving for page in op.pages()]
+    leaving = [part.pool for op in world.core.copies.ops.values() if op.leaving for part in op.parts]
     assert 0 in leaving and 1 in leaving

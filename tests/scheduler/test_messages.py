@@ -78,22 +78,19 @@ SAMPLES: list[Any] = [
 
 def test_whatever_ranks_decide_differently_is_written_differently() -> None:
     """Ranks compare what they have decided by these bytes."""
-    page, copy = Page(0, bytes(32), 1 << 80, 2), Copy(1, Tier.HOST, Tier.DEVICE, (), b"root", 0.5)
-    others = [page._replace(pool=1), page._replace(key=b"\1" * 32), page._replace(source=3), page._replace(target=1)]
+    changes: list[dict[str, Any]] = [{"pool": 1}, {"keys": b"\1" * 64}, {"sources": (0, 3)}, {"targets": (7, 2)}]
+    others = [COLUMN._replace(**change) for change in changes]
+    columns = [(), (COLUMN,), (COLUMN, COLUMN), *((other,) for other in others), *((COLUMN, each) for each in others)]
+    columns += [(other, COLUMN) for other in others]
+    copy = Copy(1, Tier.HOST, Tier.DEVICE, PAGES, b"root", 0.5)
     orders: list[Any] = [
         copy,
-        *(replace(copy, pages=pages) for pages in [(page,), (page, page), *((page, other) for other in others)]),
-        *(replace(copy, pages=(other, page)) for other in others),
-        *(replace(copy, pages=(page,), **change) for change in ({"op": 2}, {"urgent": True}, {"root": b"another"})),
-        Probe(1, (page,), b"root"),
+        *(replace(copy, pages=Pages(each)) for each in columns),
+        *(replace(copy, **change) for change in ({"op": 2}, {"urgent": True}, {"root": b"another"})),
+        Probe(1, PAGES, b"root"),
         Hurry((1,)),
         ChangeMade(1),
     ]
-    written = [canonical(order) for order in orders]
-    assert len({*written}) == len(orders)
-    changes: list[dict[str, Any]] = [{"pool": 1}, {"keys": b"\1" * 64}, {"sources": (0, 3)}, {"targets": (7, 2)}]
-    others = [Pages((COLUMN._replace(**change),)) for change in changes]
-    orders += [replace(copy, pages=pages) for pages in [PAGES, Pages((COLUMN,)), *others]]
     written = [canonical(order) for order in orders]
     assert len({*written}) == len(orders)
     assert written == [canonical(pickle.loads(pickle.dumps(order))) for order in orders]

@@ -108,9 +108,10 @@ def _owned(core: Core) -> Iterator[tuple[bytes, int, int]]:
     for op in core.copies.ops.values():
         source, target = op.edge
         root = _salt(op.run) if op.run is not None else op.lease.root if op.lease is not None else b""
-        for page in op.pages() if target in tiers and source != target else ():
-            if not op.given.get(page.pool, 0) >> page.position & 1:
-                yield root, tiers.index(target) * pools + page.pool, page.target
+        for part in op.parts if target in tiers and source != target else ():
+            for position, slot in zip(_each(part.positions), part.targets, strict=True):
+                if not op.given.get(part.pool, 0) >> position & 1:
+                    yield root, tiers.index(target) * pools + part.pool, slot
 
 
 def _audit_slots(core: Core, runs: list[Run]) -> None:
@@ -175,13 +176,13 @@ def _audit_counts(core: Core, runs: list[Run]) -> None:
     fetching, storing, staging, down = [0] * pools, [0] * pools, [0] * pools, 0
     for op in core.copies.ops.values():
         if op.edge == (Tier.STORAGE, Tier.HOST):
-            for page in op.pages():
-                fetching[page.pool] += op.counts
+            for part in op.parts:
+                fetching[part.pool] += part.positions.bit_count() * op.counts
         elif op.edge[1] > op.edge[0] and op.lease is None:
             down += op.page_count * op.counts
-            for page in op.pages():
-                storing[page.pool] += op.counts and op.edge[1] is Tier.STORAGE
-                staging[page.pool] += op.onward
+            for part in op.parts:
+                storing[part.pool] += part.positions.bit_count() * (op.counts and op.edge[1] is Tier.STORAGE)
+                staging[part.pool] += part.positions.bit_count() * op.onward
     for lease in core.leases.values():
         for pool in range(pools):
             fetching[pool] += lease.lent[pool]
@@ -203,14 +204,15 @@ def _audit_lines(core: Core, runs: list[Run]) -> None:
     pools, tiers, dirty = len(core.pools), [*_tiers(core), Tier.STORAGE], core.backups.dirty
     coming: dict[tuple[int, int], int] = {}
     for op in core.copies.ops.values():
-        for page in op.pages() if op.edge[1] > op.edge[0] and op.lease is None else ():
+        down = op.edge[1] > op.edge[0] and op.lease is None
+        for pool, position in [(part.pool, at) for part in op.parts for at in _each(part.positions)] if down else ():
             run = op.run
-            while run is not None and page.position < run.first:
+            while run is not None and position < run.first:
                 run = run.parent
             assert run is not None, "a pinned position is in the tree"
             if op.void:  # its storage is gone or down
                 continue
-            what, bit = (id(run), tiers.index(op.edge[1]) * pools + page.pool), 1 << page.position - run.first
+            what, bit = (id(run), tiers.index(op.edge[1]) * pools + pool), 1 << position - run.first
             _check(not coming.get(what, 0) & bit, "no page is copied twice to one tier")
             coming[what] = coming.get(what, 0) | bit
     for run in runs:
@@ -250,9 +252,9 @@ def _audit_shares(core: Core, runs: list[Run]) -> dict[tuple[bytes, int], int]:
                 leaving[_salt(run), place] += (here & coming).bit_count()
     has.update((root, place) for root, place, _ in _owned(core))
     for op in core.copies.ops.values():
-        for page in op.pages() if op.leaving and op.run is not None else ():
+        for part in op.parts if op.leaving and op.run is not None else ():
             assert op.run is not None
-            leaving[_salt(op.run), tiers.index(op.edge[0]) * pools + page.pool] += 1
+            leaving[_salt(op.run), tiers.index(op.edge[0]) * pools + part.pool] += part.positions.bit_count()
     salts = {salt for (salt, _), count in has.items() if count}
     _check(shares.held.keys() == salts, "a salt is known while it has anything")
     over: dict[tuple[bytes, int], int] = {}

@@ -40,7 +40,6 @@ class LaneCounts:
     late: int = 0  # past its deadline before it could start
     refused: int = 0  # the lane was full, or closed
     calls: int = 0  # fewer than pieces, where several became one
-    busy_s: float = 0.0
     last_error: str = ""
 
 
@@ -293,7 +292,7 @@ class Lane:
     def _do(self, worker: int, pieces: list[_Piece]) -> bool:
         """Do the work of some pieces in one call, without those past their deadline. False if the worker has been
         replaced meanwhile."""
-        now, start = self.clock(), time.monotonic()
+        now = self.clock()
         late = [piece for piece in pieces if now > piece.deadline]
         pieces = [piece for piece in pieces if now <= piece.deadline]
         outcomes: list[Outcome] = [(0, 0) for _ in pieces]
@@ -318,7 +317,6 @@ class Lane:
             self.counts.calls += bool(pieces)
             self.counts.failed += len(pieces) if why else 0
             self.counts.done += 0 if why else len(pieces)
-            self.counts.busy_s += time.monotonic() - start
         if news:
             log.warning("%s: %s", self.name, why)
         self._end(late)

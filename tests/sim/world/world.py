@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from math import inf
 
 from kvarve.core.copies.effects import Began, Copy, Ended, Event, Outcome, Refusal, Transfer, Verified, agreed
-from kvarve.core.copies.in_flight import FETCH, LOAD, PROBE, STORE, Moving, Op
+from kvarve.core.copies.in_flight import FETCH, LOAD, PROBE, STORE, Op
 from kvarve.core.lease import Ask, Lease, Phase, Prompt
 from kvarve.core.policies import WAIT_COMPLETE, Patience
 from kvarve.core.tree.tree import covering, walk
-from kvarve.pages.boundaries import union
+from kvarve.pages.boundaries import members, union
 from kvarve.pages.keys import TOKEN_BYTES, pack, root_key
 from kvarve.pages.pools import Tier
 from tests.sim.world.shadow import TURNS, Shadow
@@ -242,7 +242,8 @@ class World(Shadow):
             if op is not None and op.edge == STORE:
                 self._confirmed += end.good.bit_count()
             elif op is not None and op.edge == FETCH:  # shows that a page in memory is in storage too
-                self._confirmed += sum(end.good >> i & self._resident(op, page) for i, page in enumerate(op.pages()))
+                for part, good, _ in op.outcomes(end):
+                    self._confirmed += sum(self._resident(op, part.pool, position) for position in members(good))
         for core in self.cores:
             core.step(events, self.now)
         self._check(stepped=True)
@@ -262,16 +263,16 @@ class World(Shadow):
         """What all ranks say together of a copy, from what each has said."""
         return agreed(told)
 
-    def _resident(self, op: Op, page: Moving) -> bool:
+    def _resident(self, op: Op, pool: int, position: int) -> bool:
         """Whether the tree has a page of a fetch in memory."""
         assert op.lease is not None
         root = self.core.tree.roots.get(op.lease.root)
         passed, known = walk(root, op.lease.tokens) if root is not None else ([], 0)
-        if page.position >= known:
+        if position >= known:
             return False
-        run = covering(passed[-1], page.position)
-        here = union(run.here[page.pool :: len(self.core.pools)])
-        return bool(here >> page.position - run.first & 1)
+        run = covering(passed[-1], position)
+        here = union(run.here[pool :: len(self.core.pools)])
+        return bool(here >> position - run.first & 1)
 
     def _note_failure(self, end: Ended) -> None:
         """The shadow's back-off: after a store that lost pages, doubling each time."""

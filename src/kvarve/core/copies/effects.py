@@ -71,7 +71,7 @@ class Copy:
     op: int
     source: Tier
     target: Tier
-    pages: Sequence[Page]
+    pages: Pages
     root: bytes
     wait_s: float = 0.0
     urgent: bool = False
@@ -83,7 +83,7 @@ class Probe:
     waits up to `wait_s` for it to begin."""
 
     op: int
-    pages: Sequence[Page]
+    pages: Pages
     root: bytes
     wait_s: float = 0.0
 
@@ -110,14 +110,11 @@ Effect = Transfer | Hurry
 def canonical(order: object) -> bytes:
     """Bytes that are equal on all ranks that have decided alike. Pages are written by column, as there may be
     thousands."""
-    if not isinstance(order, Transfer) or not order.pages:
+    if not isinstance(order, Transfer):
         return repr(order).encode()
-    if isinstance(order.pages, Pages):
-        pools, keys, sources, targets = zip(*order.pages.columns, strict=True)
-    else:
-        pools, keys, sources, targets = zip(*order.pages, strict=True)
-    columns = vars(order) | {"pages": (pools, sources, targets)}
-    return f"{type(order).__name__}{columns}".encode() + b"".join(keys)
+    columns = order.pages.columns
+    told = vars(order) | {"pages": [(column.pool, column.sources, column.targets) for column in columns]}
+    return f"{type(order).__name__}{told}".encode() + b"".join(column.keys for column in columns)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, repeat
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from kvarve.core.copies.effects import Column, Copy, Effect, Ended, Hurry, Pages
 from kvarve.core.lease import Lease
 from kvarve.core.slots.residency import Residency
 from kvarve.core.tree.tree import Run, chosen_keys, covering, keys_of, root_of
-from kvarve.pages.boundaries import deepest, members, numbered, ones, span, spans, union
+from kvarve.pages.boundaries import deepest, numbered, ones, span, spans, union
 from kvarve.pages.keys import KEY_BYTES
 from kvarve.pages.pools import Tier
 
@@ -52,15 +52,6 @@ class PartOutcome(NamedTuple):
     def failed(self) -> int:
         """The positions of which there are no bytes to check: the copy itself failed."""
         return self.lost & ~self.bad
-
-
-class Moving(NamedTuple):
-    """One page of a copy in flight: pool, position, and the slots at both ends."""
-
-    pool: int
-    position: int
-    source: int
-    target: int
 
 
 def note_bad(lease: Lease, pool: int, positions: int) -> None:
@@ -124,11 +115,6 @@ class Op:
     def keys(self, part: Part) -> bytes:
         """The keys of a part's pages, concatenated."""
         return chosen_keys(self.named, part.positions) if self.run is None else keys_of(self.run, part.positions)
-
-    def pages(self) -> Iterator[Moving]:
-        """One by one, in the order in which the effect has them."""
-        for part in self.parts:
-            yield from map(Moving, repeat(part.pool), members(part.positions), part.sources, part.targets)
 
     def outcomes(self, event: Verified | Ended) -> list[PartOutcome]:
         """How each part was verified, or ended."""

@@ -46,9 +46,7 @@ class Extents:
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
         self.pool_of = [NONE] * cut.count
-        # Pools and the extents that they have lost and got since `moved` was asked, for who gives them memory.
-        self._left: set[tuple[int, int]] = set()
-        self._joined: set[tuple[int, int]] = set()
+        self._had: dict[int, int] = {}  # the pools of those that were moved since `moved` was asked, at that time
         self.owned = [0] * len(cut.per)  # extents of each pool
         self.loose = array("i", range(cut.count - 1, -1, -1))  # of no pool
         self._taken = [0] * cut.count  # of its slots, how many are not free
@@ -75,9 +73,9 @@ class Extents:
         if len(self.loose) <= kept:
             return None
         extent = self.loose.pop()
+        self._had.setdefault(extent, NONE)
         self.pool_of[extent] = pool
         self.owned[pool] += 1
-        _undo(self._left, self._joined, (pool, extent))
         self._empty[pool].add(extent)
         return range(extent * self.cut.per[pool], (extent + 1) * self.cut.per[pool])
 
@@ -109,7 +107,7 @@ class Extents:
         self._empty[pool] -= gone
         self.owned[pool] -= len(gone)
         for extent in gone:
-            _undo(self._joined, self._left, (pool, extent))
+            self._had.setdefault(extent, pool)
             self.pool_of[extent] = NONE
         self.loose.extend(sorted(gone, reverse=True))
         per = self.cut.per[pool]
@@ -117,18 +115,10 @@ class Extents:
 
     def moved(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Since the last call, which extents have left which pool (pool, extent), and then which have joined which."""
-        moved = sorted(self._left), sorted(self._joined)
-        self._left.clear()
-        self._joined.clear()
-        return moved
-
-
-def _undo(done: set[tuple[int, int]], new: set[tuple[int, int]], move: tuple[int, int]) -> None:
-    """A move, of which the opposite may not have been told yet: then neither is."""
-    if move in done:
-        done.remove(move)
-    else:
-        new.add(move)
+        had, self._had = self._had, {}
+        moves = [(had[extent], self.pool_of[extent], extent) for extent in had if had[extent] != self.pool_of[extent]]
+        left = sorted((before, extent) for before, _, extent in moves if before != NONE)
+        return left, sorted((now, extent) for _, now, extent in moves if now != NONE)
 
 
 def cut(

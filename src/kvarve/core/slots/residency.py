@@ -136,12 +136,10 @@ class Residency:
             self._let_parent_go(run, place)
 
     def _free(self, run: Run, place: int, slots: Sequence[int]) -> None:
-        self.slot_pools.give(place, slots)
-        if self._charges:
-            self.candidates.charge(root_of(run).named, place, -len(slots))
+        self.give_back(place, slots, root_of(run).named if self._charges else b"")
 
     def give_back(self, place: int, slots: Sequence[int], root: bytes) -> None:
-        """Slots that a lease or a copy owned, for prompts under this root key, are free again."""
+        """Slots for prompts under this root key are free again."""
         self.slot_pools.give(place, slots)
         if slots and self._charges:
             self.candidates.charge(root, place, -len(slots))
