@@ -5,7 +5,7 @@ has resumed: the *spare* pages. A salt that has much of its share has eviction o
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvarve.core.context import Context
 from kvarve.core.slots.orders import Order
@@ -14,6 +14,14 @@ from kvarve.core.slots.slot_pools import SlotPools
 from kvarve.core.tree.prefix_tree import PrefixTree
 from kvarve.core.tree.tree import Run, root_of
 from kvarve.pages.boundaries import ones, read_before, span
+
+
+class Victim(NamedTuple):
+    """A run that has left an order of this number (though `queued` says otherwise), and its pages that may go."""
+
+    run: Run
+    order: int
+    pages: int
 
 
 class Candidates:
@@ -120,23 +128,21 @@ class Candidates:
 
     def next_victim(
         self, orders: dict[int, Order], shift: int, places: Sequence[int], *, spare: bool = False
-    ) -> tuple[Run, int] | None:
-        """The run whose pages in these places are worth least, spare ones first, and the number of its order, which it
-        has left (though `queued` says otherwise). `shift`: of `Run.queued`, the first bit that is about these orders,
-        of all or of a salt."""
+    ) -> Victim | None:
+        """The run whose pages in these places are worth least, spare ones first. `shift`: of `Run.queued`, the first
+        bit that is about these orders, of all or of a salt."""
         for behind in (self._places, 0)[: 1 if spare else 2]:
-            best: tuple[Any, int] | None = None
+            best: tuple[Any, Victim] | None = None
             for number in [behind + place for place in places if behind + place in orders]:
-                order = orders[number]
-                while (run := order.peek()) is not None and not self.among(run, number):
+                order, pages = orders[number], 0
+                while (run := order.peek()) is not None and not (pages := self.among(run, number)):
                     order.pop()
                     run.queued &= ~(1 << shift + number)  # unpinning it offers it again
                 if run is not None and (best is None or order.worth(run) < best[0]):
-                    best = order.worth(run), number
+                    best = order.worth(run), Victim(run, number, pages)
             if best is not None:
-                taken = orders[best[1]].pop()
-                assert taken is not None
-                return taken, best[1]
+                orders[best[1].order].pop()
+                return best[1]
         return None
 
     def forget(self, run: Run) -> None:

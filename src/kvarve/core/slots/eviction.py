@@ -6,13 +6,13 @@ from math import ceil
 
 from kvarve.core.context import Context
 from kvarve.core.policies import WritePolicy
+from kvarve.core.slots.candidates import Victim
 from kvarve.core.slots.extents import Extents
 from kvarve.core.slots.residency import Residency
 from kvarve.core.slots.shares import SaltShares
 from kvarve.core.tree.tree import Run, root_of
 from kvarve.pages.boundaries import members, of, ones, span
 
-Victim = tuple[Run, int]  # and the number of the order that it has left
 ROOM = 4  # of which a part is unused: there is room for what nobody is known to need
 
 
@@ -67,7 +67,7 @@ class Evictions:
             found = self.candidates.next_victim(self.candidates.orders, 0, givers, spare=spare)
             if found is None:
                 break
-            theirs = found[1] % self._places
+            theirs = found.order % self._places
             # Of another pool one at a time, as with a chain's page its position leaves, and perhaps an extent is empty;
             # but together where they wait for copies.
             worth = per[pool] / per[theirs % self._pools]
@@ -96,10 +96,10 @@ class Evictions:
     def _shorten(self, victim: Victim, most: int, shift: int, stay: list[Victim]) -> tuple[int, int]:
         """Take up to `most` pages of a victim: how many go, and how many of these wait for copies. One of which none
         goes is to `stay`."""
-        run, order = victim
+        run, order, pages = victim
         place = order % self._places
         before = self.residency.evicted[place]
-        went = self.trim(run, place, most, self.candidates.among(run, order))
+        went = self.trim(run, place, most, pages)
         if went:
             self.candidates.offer_again(run, order, shift)
         else:
@@ -107,7 +107,7 @@ class Evictions:
         return went, max(0, went - (self.residency.evicted[place] - before))
 
     def _offer_again(self, victims: list[Victim], shift: int) -> None:
-        for run, order in victims:
+        for run, order, _ in victims:
             self.candidates.offer_again(run, order, shift)
 
     def trim(self, run: Run, place: int, wanted: int, droppable: int) -> int:
@@ -169,7 +169,7 @@ class Evictions:
         leaving, stay = self._leaving(shares, salt, budget), list[Victim]()
         excess, wait = excess - leaving, leaving > 0
         while excess > 0 and (found := self.candidates.next_victim(orders, shift, shares.places[budget])):
-            had, size = held[budget], shares.page_bytes[found[1] % self._places]
+            had, size = held[budget], shares.page_bytes[found.order % self._places]
             _, moving = self._shorten(found, -(-excess // size), shift, stay)
             wait |= moving > 0
             excess -= had - held[budget] + moving * size
