@@ -1,6 +1,5 @@
 """A request's life in the core by example: side by side with others, its private copies, limits and illegal calls."""
 
-
 import pytest
 from flights import fetching
 
