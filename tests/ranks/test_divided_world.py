@@ -27,5 +27,5 @@ def test_the_world_sees_a_copy_that_ends_with_the_first_rank(monkeypatch: pytest
 
     monkeypatch.setattr(Votes, "merge", first)
     with pytest.raises(AssertionError, match=r"all ranks hear the same|when it has on every rank"):
-        for seed in (5, 8):
+        for seed in (7, 12):
             live(*born(seed, "ranks"), steps=STEPS)
