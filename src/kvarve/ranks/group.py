@@ -78,8 +78,8 @@ class Group(Agreement):
         self._be_patient(star.deadline_s)
 
     def _be_patient(self, deadline_s: float) -> None:
-        """From now on a rank is late after this long without a frame of it. The other ranks wait for rank 0 until it has
-        given up any of them."""
+        """From now on a rank is late after this long without a frame of it. The other ranks wait for rank 0 until it
+        has given up any of them."""
         self._deadline_s = deadline_s
         self._patience_s = deadline_s * (ALL if self.rank else 1.0)
         self._wait(self._patience_s)
