@@ -55,7 +55,7 @@ def least(pools: tuple[PoolSpec, ...], page_tokens: int, chunk_tokens: int, reco
             ["eager", "-1s", "2", "infs", "nans", "2s+infs/Ki", "2s/Ki", ""],
             "none, all, or seconds with seconds per 1,024 tokens, such as 2s+0.25s/Ki",
         ),
-        ("eviction", ["mru"], "one of lru, lfu, priority"),
+        ("eviction", ["mru"], "one of lru, lfu, s3fifo, priority"),
         (
             "keep_states",
             ["", "every", "every:0", "every:-1", "ends,", "none,ends", "always"],

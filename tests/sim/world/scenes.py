@@ -13,7 +13,7 @@ from typing import Any
 from kvarve.core.core_config import CoreConfig, Slots
 from kvarve.core.policies import BEST_EFFORT, WAIT_COMPLETE, Patience, Policies
 from kvarve.core.slots.extents import Cut
-from kvarve.core.slots.orders import RANKS
+from kvarve.core.slots.orders import ORDERS
 from kvarve.pages.keys import pack
 from kvarve.pages.pools import BufferSpec, PoolSpec, Tier
 
@@ -114,7 +114,7 @@ def _draw(dice: random.Random) -> dict[str, Any]:
         "grid": dice.choice([1, 1, 2, 3]),
         "storage": dice.random() < 0.85,
         "write_policy": dice.choice(["through", "through:{}", "back"]).format(dice.randint(1, 3)),
-        "eviction": dice.choice([*RANKS]),
+        "eviction": dice.choice([*ORDERS]),
         "keep_states": _states(dice),
         "load_at_least": dice.choice([0, 0, 3, 9]),
         "fetch_at_least": dice.choice([0, 0, 3, 9]),

@@ -19,12 +19,13 @@ HALVE_EVERY = 4096  # resumptions
 class HotPrefix:
     """The first `pages` pages of the prompts under a root key that have these tokens."""
 
-    __slots__ = ("count", "hits", "key", "number", "pages", "root", "run")
+    __slots__ = ("count", "hits", "key", "number", "pages", "root", "run", "trace")
 
     def __init__(self, root: bytes, pages: int, run: Run, count: int, number: int) -> None:
         self.root, self.pages, self.run, self.count, self.number = root, pages, run, count, number
-        self.key = run.key(pages - 1)  # of its last page
+        self.trace = run.traces[pages - 1 - run.first]  # of all its tokens
         self.hits = 1
+        self.key = b""  # of its last page; it has none until it was looked at in memory
 
     def path(self) -> list[Run]:
         """The runs of its pages from the first on; empty if the tree does not have all of them, as far as is known."""
@@ -32,7 +33,7 @@ class HotPrefix:
         while self.pages <= run.first:  # it was split
             assert run.parent is not None
             run = run.parent
-        if self.pages > run.end or run.key(self.pages - 1) != self.key:
+        if self.pages > run.end or run.traces[self.pages - 1 - run.first] != self.trace:
             return []
         path = [run]
         while (above := path[-1].parent) is not None:
@@ -75,7 +76,7 @@ class Hot:
             if not start < each.pages <= end:
                 continue
             run = covering(run, each.pages - 1)
-            if run.key(each.pages - 1) == each.key:
+            if run.traces[each.pages - 1 - run.first] == each.trace:
                 each.run = run
                 yield each
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvarve.core.context import Context
-from kvarve.core.slots.orders import Order
+from kvarve.core.slots.orders import ORDERS
+from kvarve.core.slots.orders.order import Order, OrderContext
 from kvarve.core.slots.shares import SaltShares
 from kvarve.core.slots.slot_pools import SlotPools
 from kvarve.core.tree.prefix_tree import PrefixTree
@@ -31,16 +32,19 @@ class Candidates:
         self._pools, self._places = len(config.pools), len(slot_pools.capacity)
         # What leaves the last tier has to be computed again; of what leaves another, bytes are brought back.
         last = max((place // self._pools for place, count in enumerate(slot_pools.capacity) if count), default=0)
-        self._ratios = [
-            config.chain_bytes / config.snapshot_bytes if back and place // self._pools == last else 0.0
+        self._contexts = [
+            OrderContext(
+                lambda: tree.tick,
+                config.chain_bytes / config.snapshot_bytes if back and place // self._pools == last else 0.0,
+            )
             for place, back in enumerate(self._lookbacks)
         ]
-        self._by = config.policies.eviction
+        self._new_order = ORDERS[config.policies.eviction]
         # By place; behind all places, those of spare pages, which a chain has none of.
         spares = [self._places + place for place, back in enumerate(self._lookbacks) if back is not None]
         self._numbers = [*range(self._places), *spares]
         self.orders = self._new_orders()
-        self.counts_uses = self._by == "lfu"  # a hit counts as a use of all its runs, not only of the last ones
+        self.counts_uses = any(order.counts_uses for order in self.orders.values())
         self.salt_shares: SaltShares | None = None  # where a share bounds nothing, nothing is counted
         if config.policies.salt_share < 1:
             self.salt_shares = SaltShares(config.policies.salt_share, slot_pools)
@@ -48,8 +52,7 @@ class Candidates:
         self.of_salt: dict[bytes, dict[int, Order]] = {}  # orders of the larger salts, as those of all
 
     def _new_orders(self) -> dict[int, Order]:
-        ratios = self._ratios
-        return {at: Order(self._by, lambda: self._tree.tick, ratios[at % self._places]) for at in self._numbers}
+        return {number: self._new_order(self._contexts[number % self._places]) for number in self._numbers}
 
     def droppable(self, run: Run, place: int) -> int:
         """The local positions of a run whose page may leave a slot pool now."""

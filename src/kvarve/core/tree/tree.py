@@ -8,12 +8,15 @@ policies.
 from array import array
 from collections.abc import Sequence
 
+from xxhash import xxh3_64_intdigest
+
 from kvarve.pages import boundaries
 from kvarve.pages.boundaries import ones
 from kvarve.pages.keys import HEAD_BYTES, KEY_BYTES, TOKEN_BYTES, names
 from kvarve.pages.pools import MEMORY_TIERS
 
 NOWHERE = -1  # no slot
+UNTRACED = array("Q")  # all runs without computed hashes share it; a run replaces its array, and never changes it
 
 
 class Pins:
@@ -83,6 +86,7 @@ class Run:
         "tokens": "its packed tokens",
         "named": "the keys of its first pages, as far as they have been computed",
         "heads": "what each page began with before it was bound to its chunk, where residency is told; else none",
+        "traced": "64-bit hashes of all tokens up to the end of its first pages, as far as they have been computed",
         "width": "bytes of packed tokens in a page",
         "here": "[place] positions that are resident there",
         "slots": "[place] the slot, by position; None where no page is resident",
@@ -124,6 +128,7 @@ class Run:
         self.tokens = tokens
         self.named = named
         self.heads = b""
+        self.traced = UNTRACED
         self.width = page_tokens * TOKEN_BYTES
         self.children: dict[bytes, Run] = {}
         places = tiers * pools
@@ -178,6 +183,23 @@ class Run:
             assert run.parent is not None
             run.named = names(run.parent.named[-KEY_BYTES:], run.named, run.tokens, run.width // TOKEN_BYTES)
         return self.named
+
+    @property
+    def traces(self) -> "array[int]":
+        """For each of its pages a hash of the root key and all tokens up to the page's end, the same on all ranks."""
+        untraced, run = [], self
+        while run.parent is not None and len(run.traced) < run.pages:
+            untraced.append(run)
+            run = run.parent
+        for run in reversed(untraced):
+            assert run.parent is not None
+            before = run.traced or run.parent.traced
+            trace, more = before[-1] if before else xxh3_64_intdigest(run.parent.named), array("Q")
+            for at in range(len(run.traced) * run.width, len(run.tokens), run.width):
+                trace = xxh3_64_intdigest(run.tokens[at : at + run.width], trace)
+                more.append(trace)
+            run.traced = run.traced + more
+        return self.traced
 
     def key(self, position: int) -> bytes:
         at = (position - self.first) * KEY_BYTES
@@ -272,6 +294,7 @@ class Run:
         self.tokens = self.tokens[: keep * self.width]
         self.named = self.named[: keep * KEY_BYTES]
         self.heads = self.heads[: keep * self.head_bytes]
+        self.traced = self.traced[:keep] or UNTRACED
         mask = boundaries.ones(keep)
         self.ends &= mask
         self.passing = [bits & mask for bits in self.passing]
@@ -293,6 +316,7 @@ class Run:
         front = Run(self.parent, self.first, self.tokens[: cut * self.width], self.named[: cut * KEY_BYTES], 0, 0)
         front.width = self.width
         front.heads, self.heads = self.heads[: cut * self.head_bytes], self.heads[cut * self.head_bytes :]
+        front.traced, self.traced = self.traced[:cut] or UNTRACED, self.traced[cut:] or UNTRACED
         for name in ("used", "used_s", "uses", "priority", "failed_backups", "wanted", "inside"):
             setattr(front, name, getattr(self, name))
         front.came_s, front.followed = self.came_s.copy(), True
@@ -320,6 +344,7 @@ class Run:
         del self.parent.children[self.tokens[: self.width]]
         self.parent.followed = True
         self.tokens = self.named = self.heads = b""
+        self.traced = UNTRACED
 
 
 class Root(Run):
