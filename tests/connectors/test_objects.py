@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvarve.connectors.sglang.objects import Objects
+from kvarve.core.copies.in_flight import STORE
 from kvarve.errors import ConfigError, StorageError
 from kvarve.storage import Breaker, FileStorage, MemoryStorage, Storage, Tiers
 from kvarve.testing import FaultyStorage, Rule
@@ -227,6 +228,47 @@ def test_a_store_that_is_given_up_before_its_turn_reads_no_slot(memory: MemorySt
     gate.release()
     assert last.ended.wait(LONG_S) and last.became == ["late"]
     assert (read, memory.exists([KV.name(KEYS[9])])) == ([], [False])
+
+
+def test_a_store_that_is_given_up_before_its_turn_waits_for_no_buffer(memory: MemoryStorage, opened: Open) -> None:
+    objects, gate = opened(memory), threading.Event()
+    road = objects.road
+    assert road is not None
+    busy = [road.call(STORE, lambda: gate.wait(LONG_S), LONG_S) for _ in range(STORES)]
+    move = road.fill([(KV, KEYS[0])], Slots().take_up, LONG_S)
+    move.give_up()
+    buffers = [road.buffers.take(KV.record_bytes) for _ in range(BUFFERS)]
+    gate.set()
+    assert all(each.ended.wait(LONG_S) for each in busy) and move.ended.wait(LONG_S / 2)
+    for buffer in buffers:
+        assert buffer is not None
+        road.buffers.give_back(buffer)
+
+
+def test_a_store_for_which_no_buffer_comes_back_has_failed(memory: MemoryStorage, opened: Open) -> None:
+    road = opened(memory, SOON_S).road
+    assert road is not None
+    while road.buffers.take(KV.record_bytes) is not None:
+        pass
+    move = road.fill([(KV, KEYS[0])], Slots().take_up, LONG_S)
+    assert move.ended.wait(LONG_S) and move.became == ["failed"]
+
+
+def test_stores_that_hang_leave_buffers_for_reads(memory: MemoryStorage, opened: Open) -> None:
+    """Their threads are replaced, and other stores hang too."""
+    Slots().store(opened(memory))
+    gate, slots = stalled(memory, "put"), Slots()
+    road = opened(Breaker(gate, deadline_s=LONG_S), SOON_S).road
+    assert road is not None
+    slots.lent = True
+    stores = [road.fill([(KV, bytes([100 + at]) * 32)], slots.take_up, LONG_S) for at in range(BUFFERS)]
+    while gate.counts["stall"] + sum(each.ended.is_set() for each in stores) < BUFFERS:
+        road.wait(SOON_S)
+        road.collect()
+    read = road.get([(KV, KEYS[0])], slots.put_down, LONG_S)
+    assert read.ended.wait(LONG_S) and read.became == ["done"]
+    gate.release()
+    assert all(each.ended.wait(LONG_S) for each in stores)
 
 
 def test_calls_that_hang_hold_a_bounded_number_of_buffers_and_threads(memory: MemoryStorage, opened: Open) -> None:

@@ -19,12 +19,13 @@ class Buffers:
         self._replaced: list[memoryview] = []  # a storage may have registered them, so they stay where they are
         self._came_back = threading.Condition()
 
-    def take(self, size_bytes: int, within_s: float = 0.0) -> memoryview | None:
-        """A buffer of at least `size_bytes`; None if none is free within the time, or no memory is left for now."""
+    def take(self, size_bytes: int, within_s: float = 0.0, leave: int = 0) -> memoryview | None:
+        """A buffer of at least `size_bytes`; None if none is free within the time, beside those to `leave` for others,
+        or no memory is left for now."""
         if os.getpid() != self._process:
             return None
         with self._came_back:
-            if not self._came_back.wait_for(lambda: self._free or self._left, within_s):
+            if not self._came_back.wait_for(lambda: len(self._free) + self._left > leave, within_s):
                 return None
             if self._free:
                 buffer = self._free.pop()

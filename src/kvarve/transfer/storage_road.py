@@ -250,10 +250,10 @@ class StorageRoad:
 
     # --- on the lanes' threads
 
-    def _records(self, move: Move) -> list[memoryview]:
+    def _records(self, move: Move, leave: int = 0) -> list[memoryview]:
         """Where its records are in a buffer, which it has until it ends."""
         size = move.objects[0][0].record_bytes
-        buffer = move.buffer = self.buffers.take(len(move.objects) * size, self._deadline_s)
+        buffer = move.buffer = self.buffers.take(len(move.objects) * size, self._deadline_s, leave)
         if buffer is None:
             raise StorageError(f"no buffer came back within {self._deadline_s:g} s")
         return [buffer[at * size : (at + 1) * size] for at in range(len(move.objects))]
@@ -279,7 +279,9 @@ class StorageRoad:
         return 0, 0
 
     def _fill(self, move: Move, take_up: Callable[[int, memoryview], None]) -> Outcome:
-        records = self._records(move)
+        if not move.begin(self._clock()):
+            return 0, 0
+        records = self._records(move, leave=FETCHES)  # the reads', also while stores hang and others take their turn
 
         def sealed() -> list[tuple[memoryview]]:
             for (kind, key), record in zip(move.objects, records, strict=True):
