@@ -276,3 +276,16 @@ def test_a_connection_that_ends_in_the_middle_of_a_value_is_trouble() -> None:
         theirs.close()
         with pytest.raises(StorageError, match="here"):
             Wire(ours, "here").payload(view_of(100))
+
+
+def test_what_a_server_says_after_the_deadline_is_too_late_though_it_is_there() -> None:
+    """Else one that goes on sending holds its caller for as long as it likes."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b":1\r\n")
+        wire = Wire(ours, "here")
+        wire.wait_for(0.0)
+        with pytest.raises(StorageError, match="in time"):
+            wire.number()
+        with pytest.raises(StorageError, match="in time"):
+            wire.send([b"PING"])

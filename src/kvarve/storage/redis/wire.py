@@ -46,11 +46,15 @@ class _Source(io.RawIOBase):
     """What comes from a socket, until a moment. StorageError: nothing more does."""
 
     def __init__(self, link: socket.socket, where: str) -> None:
-        self._link, self._where, self.until = link, where, inf
+        self._link, self._where = link, where
+        self.until: float | None = inf  # None: only what has come by now
 
     def arm(self) -> None:
-        """Have the next call of the socket end by then; when that is past, it takes what there is."""
-        self._link.settimeout(min(max(0.0, self.until - time.monotonic()), 1e6))
+        """Have the next call of the socket end by then. TimeoutError: that is past."""
+        left_s = 0.0 if self.until is None else self.until - time.monotonic()
+        if self.until is not None and left_s <= 0:
+            raise TimeoutError(0, "no answer in time")
+        self._link.settimeout(min(left_s, 1e6))
 
     def readable(self) -> bool:
         return True
@@ -81,7 +85,7 @@ class Wire:
 
     def is_fresh(self) -> bool:
         """Whether the server has neither hung up nor said what was not asked for."""
-        self.wait_for(0.0)
+        self._source.until = None
         try:
             self._reader.peek()
         except _Late:  # nothing to read
