@@ -1,5 +1,6 @@
 """Maintenance of a file store, beside the processes that use it."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,17 @@ def test_verify_reads_everything_and_tells_what_is_damaged_or_cannot_be_read(sto
     assert (read, sorted(damaged)) == (39, ["page-7", "page-9"])
     assert heard == [(0, 40), (16, 40), (32, 40), (40, 40)]
     assert storage.exists(["page-6", "page-7"]) == [True, True]
+
+
+def test_a_model_that_was_removed_meanwhile_is_no_model_without_objects(folder):
+    FileStorage(folder, MIB, LABEL, "model A").close()
+    upkeep = FolderUpkeep(folder)
+    (model,) = upkeep.contents().models
+    assert upkeep.drop_model(model, "a test")
+    for removed in (folder / "models", folder):
+        with pytest.raises(StorageError, match="gone"), upkeep.inspect(model):
+            pass
+        shutil.rmtree(removed)
 
 
 def test_gc_frees_damaged_slabs_and_nothing_else(folder, storage):

@@ -500,11 +500,12 @@ class Folder:
         """Open the model to be read alone. It may not be there yet: then it has no slab."""
         place = self.root.path / _MODELS / model_name(self.wanted.label)
         self.model, self._place = self.root, (str(place), None)
+        found = self.root
         with suppress(FileNotFoundError):
             for name in (_MODELS, place.name):
-                self.model = self.disk.enter_below(self.model, name)
-                self._files.append(self.model.file)
-            self._place = str(place), self.model.identity
+                found = self.disk.enter_below(found, name)
+                self._files.append(found.file)
+            self.model, self._place = found, (str(place), found.identity)
 
     def _entered(self, folder: Directory, name: str) -> Directory:
         """A folder in a folder, made when missing; `close` closes it."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from kvarve.errors import StorageError
 from kvarve.storage.base import group_of
 from kvarve.storage.file._clock import CLOCK
 from kvarve.storage.file._index import Index, Limits
@@ -147,7 +148,7 @@ class FolderUpkeep(Upkeep):
         with Medium(self._folder), closing(Folder(self._disk, wanted, make=False, for_inspection=True)) as folder:
             folder.look_in()
             if folder.model is folder.root:
-                raise FileNotFoundError(model.folder)
+                raise StorageError(f"{model.folder} is gone: another process has removed it")
             yield Inspection(folder)
 
     def opened(self, model: Model, ttl_s: float | None = None) -> FileStorage:
