@@ -6,6 +6,7 @@ from rich.console import Console
 
 from kvarve.bench.figures import figures, same_answers, table
 from kvarve.bench.load import Record, Round
+from kvarve.bench.run import bars
 
 
 def record(**more: object) -> Record:
@@ -36,6 +37,23 @@ def test_a_failed_request_counts_as_failed_and_nowhere_else() -> None:
 def test_answers_are_compared_one_by_one() -> None:
     first = [record(), record(), record()]
     assert same_answers(first, [record(), record(text="other"), record(error="x")]) == 1
+
+
+def test_a_request_that_ends_costs_the_client_no_look_at_those_before() -> None:
+    looks = list[float]()
+
+    class Seen(Record):
+        @property
+        def ttft_s(self) -> float:
+            looks.append(self.first_s)
+            return 1.0
+
+    each = Round("round 1")
+    with bars([each], 20) as begin:
+        tick = begin(each)
+        for at in range(20):
+            tick(Seen(0.0, first_s=at))
+    assert looks == [*range(20)]
 
 
 def shown(made: object) -> str:

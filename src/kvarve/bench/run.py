@@ -139,17 +139,18 @@ def bars(rounds: Sequence[Round], requests: int) -> Iterator[Begin]:
         tasks = {each.name: progress.add_task(each.name, total=requests, start=False, last="") for each in rounds}
 
         def begin(each: Round, doing: str = "") -> Callable[[Record], None]:
-            task, ended, failed = tasks[each.name], list[Record](), list[str]()
+            task, ended, failed, sum_s = tasks[each.name], 0, 0, 0.0
             progress.start_task(task)
             progress.update(task, last=doing)
 
             def tick(record: Record) -> None:
+                nonlocal ended, failed, sum_s
                 if record.error:
-                    failed.append(record.error)
+                    failed += 1
                 else:
-                    ended.append(record)
-                last = f"TTFT {1e3 * sum(one.ttft_s for one in ended) / len(ended):,.0f} ms" if ended else ""
-                progress.update(task, advance=1, last=last + (f", {len(failed)} failed" if failed else ""))
+                    ended, sum_s = ended + 1, sum_s + record.ttft_s
+                last = f"TTFT {1e3 * sum_s / ended:,.0f} ms" if ended else ""
+                progress.update(task, advance=1, last=last + (f", {failed} failed" if failed else ""))
 
             return tick
 
