@@ -89,6 +89,8 @@ def server(options: Demo, folder: Path, log: Path) -> Iterator[Client]:
             yield client
         except httpx.HTTPError as e:
             raise KvarveError(f"the server: {e} (its log is {log})") from None
+        except KvarveError as e:
+            raise KvarveError(f"{e} (its log is {log})") from None
         finally:
             client.close()
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvarve.bench.figures import draw
+from kvarve.errors import ConfigError
 from kvarve.reference.engine.recall import CHARS_PER_TOKEN
 from kvarve.reports import plain_table, write_json
 
@@ -21,9 +22,12 @@ FOLLOW_UPS = (
 
 
 def sections(count: int, tokens: int) -> list[str]:
-    """Long sections of CPython's own manual."""
+    """Long sections of CPython's own manual. ConfigError: it has none of so many tokens."""
     chars = round(tokens * CHARS_PER_TOKEN)
     manual = sorted((name, text) for name, text in topics.items() if len(text) >= chars)
+    if not manual:
+        most = int(max(map(len, topics.values())) / CHARS_PER_TOKEN)
+        raise ConfigError(f"--context-tokens must be at most {most:,}, got {tokens:,}: no text of the demo is longer")
     return [manual[number * len(manual) // count][1][:chars] for number in range(count)]
 
 
