@@ -270,6 +270,8 @@ def test_a_command_whose_extra_is_missing_says_which_one() -> None:
         raise ModuleNotFoundError(name="transformers.models")
     with pytest.raises(ModuleNotFoundError), needs("engine", "models"):
         raise ModuleNotFoundError("one of ours", name="kvarve.reference.engine.engines")
+    with pytest.raises(ConfigError, match=r"needs zmq, which fails to load \(no libzmq\)"), needs("events", "events"):
+        raise ImportError("no libzmq", name="zmq")
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,11 @@ def needs(extra: str, command: str) -> Iterator[None]:
     try:
         with importing():
             yield
-    except ModuleNotFoundError as e:
+    except ImportError as e:
         if (e.name or "kvarve").partition(".")[0] == "kvarve":
             raise
-        what = f"{command} needs what is not installed: install kvarve with the extra {extra!r} (see the README)"
-        raise ConfigError(what) from None
+        lacks = "what is not installed" if isinstance(e, ModuleNotFoundError) else f"{e.name}, which fails to load ({e})"
+        raise ConfigError(f"{command} needs {lacks}: install kvarve with the extra {extra!r} (see the README)") from None
 
 
 def _check_command(app: App, words: Sequence[str]) -> None:
