@@ -109,8 +109,9 @@ def needs(extra: str, command: str) -> Iterator[None]:
     except ImportError as e:
         if (e.name or "kvarve").partition(".")[0] == "kvarve":
             raise
-        lacks = "what is not installed" if isinstance(e, ModuleNotFoundError) else f"{e.name}, which fails to load ({e})"
-        raise ConfigError(f"{command} needs {lacks}: install kvarve with the extra {extra!r} (see the README)") from None
+        lacks = f"{e.name}, which fails to load ({e})" if e.msg and type(e) is ImportError else "what is not installed"
+        what = f"{command} needs {lacks}: install kvarve with the extra {extra!r} (see the README)"
+        raise ConfigError(what) from None
 
 
 def _check_command(app: App, words: Sequence[str]) -> None:
