@@ -63,7 +63,7 @@ class Raw:
         self._both(self._gets, self._into)
 
     def _both(self, commands: bytes, into: memoryview) -> None:
-        with self._storage._servers.wire(0) as wire:
+        with self._storage._servers.wire(*self._storage._servers.all()) as wire:
             wire._link.settimeout(30.0)
             wire._link.sendall(commands)
             at = 0

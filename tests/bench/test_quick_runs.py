@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STORAGES = ["file", *(["mooncake"] if find_spec("mooncake") else [])]
 EDGES = {"memcpy", "backup", "load", "load_unchecked", "raw_write", "store", "raw_read", "fetch", "restore"}
-STEPS = ("open", "asked", "fetched", "claim", "loaded")
+STEPS = ("open", "asked", "fetched", "claim", "loaded", "in sum")
 # What the rows of a benchmark have under a name, in order; and its ratios.
 ROWS: dict[str, tuple[str, list[Any]]] = {
     "answers": ("engine", ["kvarve serve"]),
