@@ -1,5 +1,7 @@
 """A request's life in the core by example: side by side with others, its private copies, limits and illegal calls."""
 
+from typing import Any
+
 import pytest
 from flights import fetching
 
@@ -147,6 +149,22 @@ def test_illegal_calls_raise_and_change_nothing() -> None:
         assert dump(core) == before
     with pytest.raises(ValueError, match="between 0 and"):
         pack([-1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"device": -1}, "attention cannot have -1 slots on the device"),
+        ({"offload_horizon_bytes": -1}, "cannot be negative"),
+        ({"host": -1}, "attention cannot have -1 slots on the host"),
+        ({"backup_bytes": -1}, "less than no bytes"),
+        ({"write_policy": "through:0"}, "through:N"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        World(config=config(ATTENTION, **({"device": 4} | wrong)))
 
 
 def test_a_cache_needs_slots_and_a_storage_needs_a_host() -> None:

@@ -22,7 +22,7 @@ FOLLOW_UPS = (
 
 
 def sections(count: int, tokens: int) -> list[str]:
-    """Long sections of CPython's own manual. ConfigError: it has none of so many tokens."""
+    """Sections of CPython's own manual, of `tokens` tokens each. ConfigError: the manual has no section as long."""
     chars = round(tokens * CHARS_PER_TOKEN)
     manual = sorted((name, text) for name, text in topics.items() if len(text) >= chars)
     if not manual:

@@ -46,6 +46,10 @@ class CoreConfig:
 
     def __post_init__(self) -> None:
         require_assertions()
+        if min(self.backup_bytes, self.store_bytes) < 0:
+            raise ConfigError("a copy cannot have less than no bytes")
+        if self.offload_horizon_bytes < 0:
+            raise ConfigError("the horizon of what is stored cannot be negative")
         host = self.slots.get(Tier.HOST, ())
         if not (isinstance(host, Cut) or any(host)) and Tier.DEVICE not in self.slots:
             raise ConfigError("a cache needs slots on the device or in the host")

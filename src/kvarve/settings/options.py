@@ -109,7 +109,8 @@ def needs(extra: str, command: str) -> Iterator[None]:
     except ImportError as e:
         if (e.name or "kvarve").partition(".")[0] == "kvarve":
             raise
-        lacks = f"{e.name}, which fails to load ({e})" if e.msg and type(e) is ImportError else "what is not installed"
+        missing = isinstance(e, ModuleNotFoundError)
+        lacks = "what is not installed" if missing else f"{e.name}, which fails to load ({e})"
         what = f"{command} needs {lacks}: install kvarve with the extra {extra!r} (see the README)"
         raise ConfigError(what) from None
 

@@ -13,6 +13,7 @@ from itertools import chain
 from kvarve.core.core_config import CoreConfig
 from kvarve.core.slots.extents import Cut, Extents
 from kvarve.core.tree.tree import Run
+from kvarve.errors import ConfigError
 from kvarve.pages.pools import MEMORY_TIERS, Tier
 
 NEAR = 64  # free slots that are searched for a row, at least
@@ -38,6 +39,10 @@ class SlotPools:
         self.capacity = [
             slots for each in divided for slots in (map(each.most, range(pools)) if isinstance(each, Cut) else each)
         ]
+        for place, count in enumerate(self.capacity):
+            if count < 0:
+                tier, pool = self.tier(place), self.pools[place % pools]
+                raise ConfigError(f"pool {pool.name} cannot have {count} slots on the {tier.name.lower()}")
         self.free = [
             array("i", range(0 if self.extents[place // pools] else count)[::-1])
             for place, count in enumerate(self.capacity)

@@ -55,7 +55,7 @@ class KvEventsConfig:
 
     enable_kv_cache_events: bool = False
     publisher: Literal["zmq", "null"] | None = None
-    endpoint: Endpoint = ""  # bound if it has a * or is a path, else connected to; unless given, bound on loopback
+    endpoint: Endpoint = ""  # the server binds a path or a *, and connects to others; "": on loopback
     replay_endpoint: Endpoint | None = None
     buffer_steps: Annotated[int, _from(1)] = 10_000
     hwm: Annotated[int, _from(0)] = 100_000

@@ -168,7 +168,7 @@ class Client:
             return code
 
     def remove(self, keys: list[str]) -> list[int]:
-        """Remove each object, also one under a lease: who reads it meanwhile may get torn bytes."""
+        """Remove each object, also one under a lease: a reader may get torn bytes, and its check refuses them."""
         with self._entered() as raw:
             return self._heard(raw.store.batch_remove(keys, True))
 
