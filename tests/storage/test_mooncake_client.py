@@ -76,6 +76,7 @@ class Library:
         return [TRANSFER_FAILED] * len(keys)
 
     def batch_remove(self, keys: list[str], force: bool) -> list[int]:
+        """batch_remove(self: mooncake.store.MooncakeDistributedStore, keys: list[str], force: bool = False)"""
         assert force, "else an object under a lease stays"
         return [OK] * len(keys)
 
@@ -349,3 +350,11 @@ def test_a_library_that_is_not_there_is_noticed_before_anything_is_opened(monkey
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[server,mooncake\]'"):
         check_storage("mooncake://127.0.0.1:1", label=b"label", description="model A")
+
+
+def test_a_library_that_cannot_remove_by_force_is_refused_by_its_version(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Library, "batch_remove", lambda self, keys: [OK] * len(keys))
+    with pytest.raises(ConfigError, match=r"0\.3\.13 or newer"):
+        world.client()

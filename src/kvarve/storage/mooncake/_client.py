@@ -317,6 +317,8 @@ class _Raw:
     """A library object, and the memory that it knows."""
 
     def __init__(self, store: Any, settings: Settings) -> None:
+        if "force" not in (getattr(getattr(store, "batch_remove", None), "__doc__", "") or ""):
+            raise ConfigError("mooncake:// needs Mooncake's client 0.3.13 or newer: install kvarve's extra 'mooncake'")
         self.store = store
         self.registered = 0  # how many of `_lent`
         self.replication = _replication(settings)
